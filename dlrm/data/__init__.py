@@ -1,0 +1,36 @@
+"""Click logs: schemas, streaming preprocessing to a memory-mapped cache, a loader, and a synthetic log."""
+
+from dlrm.data.batch import ClickBatch
+from dlrm.data.cache import ColumnCache, with_splits
+from dlrm.data.errors import (
+    CacheVersion,
+    CorruptCache,
+    CorruptInput,
+    DataError,
+    MalformedRow,
+    MemoryBudgetExceeded,
+    ResumeMismatch,
+    SchemaError,
+)
+from dlrm.data.loader import Loader
+from dlrm.data.schema import Categorical, Dense, Label, Schema, Time
+
+__all__ = [
+    "CacheVersion",
+    "Categorical",
+    "ClickBatch",
+    "ColumnCache",
+    "CorruptCache",
+    "CorruptInput",
+    "DataError",
+    "Dense",
+    "Label",
+    "Loader",
+    "MalformedRow",
+    "MemoryBudgetExceeded",
+    "ResumeMismatch",
+    "Schema",
+    "SchemaError",
+    "Time",
+    "with_splits",
+]

@@ -1,0 +1,32 @@
+"""Numba's ``njit`` for the serial kernels of this package: they release the interpreter lock and are compiled once.
+
+Serial on purpose: Numba's default threading layer is not safe to enter from two threads, so threads are Python's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+try:
+    from numba import njit as _njit
+except ImportError:  # pragma: no cover - Numba belongs to the `cpu` extra
+    _njit = None
+
+
+def kernel(function: F) -> F:
+    """Compile ``function`` (nogil, cached on disk); without Numba, calling it says what is missing."""
+    if _njit is not None:
+        return _njit(nogil=True, cache=True)(function)
+
+    def missing(*_args: Any, **_kwargs: Any) -> Any:
+        raise ImportError(f"{function.__name__} needs Numba: pip install 'embcache[cpu]'")
+
+    return missing  # type: ignore[return-value]
+
+
+def inline(function: F) -> F:
+    """A helper that kernels call: compiled into each of them."""
+    return function if _njit is None else _njit(nogil=True, inline="never")(function)
