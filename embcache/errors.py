@@ -1,0 +1,87 @@
+"""Typed errors. Each names the table, the position, the value and the valid range, and subclasses the built-in
+exception a caller would naturally catch.
+
+>>> issubclass(IdOutOfRange, IndexError), issubclass(BadJagged, ValueError)
+(True, True)
+"""
+
+from __future__ import annotations
+
+
+class EmbcacheError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class IdOutOfRange(EmbcacheError, IndexError):
+    """An id lies outside ``[0, num_embeddings)`` of its table; nothing was touched.
+
+    >>> print(IdOutOfRange("user", "user", 3, 50000001, 50000000))
+    table 'user', feature 'user': values[3] = 50000001, valid range [0, 50000000)
+    """
+
+    def __init__(self, table: str, feature: str, position: int, value: int, rows: int) -> None:
+        self.table, self.feature, self.position, self.value, self.rows = table, feature, position, value, rows
+        super().__init__(f"table {table!r}, feature {feature!r}: values[{position}] = {value}, valid range [0, {rows})")
+
+
+class BadJagged(EmbcacheError, ValueError):
+    """Lengths, offsets, values and keys of a jagged batch contradict each other."""
+
+
+class BadJaggedType(EmbcacheError, TypeError):
+    """A tensor of a jagged batch has the wrong dtype."""
+
+
+class BadConfig(EmbcacheError, ValueError):
+    """A table, optimizer, initialiser or tier was described with values that cannot work."""
+
+
+class UnknownFeature(EmbcacheError, KeyError):
+    """A batch lacks a feature that a table needs, or a name is asked for that does not exist."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0])
+
+
+class NotSupported(EmbcacheError, NotImplementedError):
+    """A documented limit: this combination is refused rather than ignored."""
+
+
+class NonFiniteGradient(EmbcacheError, FloatingPointError):
+    """A NaN or infinity in the gradient of a pooled output; no weight was changed.
+
+    >>> print(NonFiniteGradient("user", "clicks", 2, 5, float("nan")))
+    table 'user', feature 'clicks': gradient of bag 2, column 5 is nan; the step is refused and no weight has \
+changed (on_nonfinite='skip' skips such steps, as a GradScaler needs)
+    """
+
+    def __init__(self, table: str, feature: str, bag: int, column: int, value: float) -> None:
+        self.table, self.feature, self.bag, self.column, self.value = table, feature, bag, column, value
+        super().__init__(
+            f"table {table!r}, feature {feature!r}: gradient of bag {bag}, column {column} is {value}; the step is "
+            "refused and no weight has changed (on_nonfinite='skip' skips such steps, as a GradScaler needs)"
+        )
+
+
+class NoOptimizer(EmbcacheError, RuntimeError):
+    """A backward reached an unfrozen table that no SparseOptimizer holds: its gradient would be lost."""
+
+
+class StaleLookup(EmbcacheError, RuntimeError):
+    """Something was asked of a lookup whose rows have been updated or released since."""
+
+
+class DoubleBackward(EmbcacheError, RuntimeError):
+    """A second derivative through an embedding lookup was asked for."""
+
+
+class SchemaMismatch(EmbcacheError, ValueError):
+    """Saved tables and declared tables differ; the message lists both."""
+
+    def __init__(self, what: str, saved: object, declared: object) -> None:
+        self.saved, self.declared = saved, declared
+        super().__init__(f"{what}: saved {saved!r}, declared {declared!r}")
+
+
+class UnshardedReplicas(EmbcacheError, RuntimeError):
+    """step() of an unsharded store at world size > 1: the replicas would drift apart silently."""
