@@ -67,8 +67,8 @@ def test_help_shows_groups_words_and_defaults(capsys):
         parse(Run, ["--help"], "What it does.")
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    words = ("What it does.", "Optimizer", "learning rate, 100% of the time (0.1)", "{sgd,adam}", "--no-quiet", "(64,32)")
-    for word in words:
+    words = ("What it does.", "Optimizer", "learning rate, 100% of the time (0.1)", "{sgd,adam}", "--no-quiet")
+    for word in (*words, "(64,32)"):
         assert word in text
 
 
