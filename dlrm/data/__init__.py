@@ -12,8 +12,10 @@ from dlrm.data.errors import (
     ResumeMismatch,
     SchemaError,
 )
-from dlrm.data.loader import Loader
+from dlrm.data.loader import Loader, Source
 from dlrm.data.schema import Categorical, Dense, Label, Schema, Time
+from dlrm.data.splits import SplitSpec
+from dlrm.data.synthetic import SyntheticConfig, SyntheticLog
 
 __all__ = [
     "CacheVersion",
@@ -31,6 +33,10 @@ __all__ = [
     "ResumeMismatch",
     "Schema",
     "SchemaError",
+    "Source",
+    "SplitSpec",
+    "SyntheticConfig",
+    "SyntheticLog",
     "Time",
     "with_splits",
 ]

@@ -26,12 +26,15 @@ import json
 import os
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dlrm.data.batch import ClickBatch
 from dlrm.data.errors import CacheVersion, CorruptCache
+from dlrm.data.gather import RowGather
 from dlrm.data.schema import Schema
 
 FORMAT, VERSION, MANIFEST = "dlrm-column-cache", 1, "manifest.json"
@@ -78,6 +81,14 @@ class ColumnCache:
     def tables(self) -> dict[str, str]:
         """The table of each feature; features that share one have the same number of rows."""
         return dict(zip(self.schema.features, self.schema.tables, strict=True))
+
+    def gather(self, rows: np.ndarray) -> ClickBatch:
+        """The batch of these rows (int64 ``[B]``)."""
+        return self._gather(rows)
+
+    @cached_property
+    def _gather(self) -> RowGather:
+        return RowGather(self.features, self.dense, self.labels, self.ids, self.bags)
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> ColumnCache:

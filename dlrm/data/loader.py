@@ -1,4 +1,4 @@
-"""Loader: batches of a cache's split, gathered ahead by threads, from any exact position.
+"""Loader: batches of a source's split, gathered ahead by threads, from any exact position.
 
 Batch ``t`` of epoch ``e`` holds positions ``[t * B, (t + 1) * B)`` of the epoch's order, a function of (seed, e);
 rank ``r`` of ``w`` gets its contiguous share of that global batch, so shares of all ranks make the same batches for
@@ -11,15 +11,24 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
-import torch
 
 from dlrm.data.batch import ClickBatch
-from dlrm.data.cache import ColumnCache
-from dlrm.data.jit import kernel
+from dlrm.data.cache import Split
 from dlrm.data.order import SHUFFLES, epoch_order
-from embcache.jagged import KeyedJaggedTensor
+
+
+class Source(Protocol):
+    """What a Loader reads: a ColumnCache, or a SyntheticLog."""
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """Name -> rows."""
+
+    def gather(self, rows: np.ndarray) -> ClickBatch:
+        """The batch of these rows (int64 ``[B]``); called from several threads."""
 
 
 class Loader:
@@ -33,7 +42,7 @@ class Loader:
 
     def __init__(
         self,
-        cache: ColumnCache,
+        source: Source,
         split: str,
         batch_size: int,
         *,
@@ -45,19 +54,18 @@ class Loader:
         prefetch: int = 4,
         workers: int = 1,
     ) -> None:
-        if split not in cache.splits:
-            raise KeyError(f"no split {split!r}; this cache has {', '.join(cache.splits)}")
+        if split not in source.splits:
+            raise KeyError(f"no split {split!r}; there are {', '.join(source.splits)}")
         if batch_size < 1 or workers < 1 or prefetch < 0:
             raise ValueError(f"batch_size {batch_size} and workers {workers} must be >= 1, prefetch {prefetch} >= 0")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} outside [0, {world_size})")
-        self.cache, self.batch_size, self.seed, self.drop_last = cache, batch_size, seed, drop_last
+        self.source, self.batch_size, self.seed, self.drop_last = source, batch_size, seed, drop_last
         self.shuffle = {False: "none", True: "rows"}.get(shuffle, shuffle) if isinstance(shuffle, bool) else shuffle
         if self.shuffle not in SHUFFLES:
             raise ValueError(f"shuffle: expected one of {', '.join(SHUFFLES)}, found {shuffle!r}")
         self.rank, self.world_size, self.prefetch, self.workers = rank, world_size, prefetch, workers
-        self._rows = cache.splits[split]
-        self._gather = _Gather(cache)
+        self._rows = source.splits[split]
         self.epoch, self.batch = 0, 0
 
     def __len__(self) -> int:
@@ -88,7 +96,7 @@ class Loader:
             rows = places + self._rows.start
         else:
             rows = np.ascontiguousarray(self._rows[places], np.int64)
-        return self._gather(rows)
+        return self.source.gather(rows)
 
 
 class _Ahead(Iterator[ClickBatch]):
@@ -127,85 +135,3 @@ class _Ahead(Iterator[ClickBatch]):
 
 def _shut(pool: ThreadPoolExecutor) -> None:
     pool.shutdown(wait=True, cancel_futures=True)
-
-
-class _Gather:
-    """Rows of a cache -> one ClickBatch; holds only read-only state, so threads share it."""
-
-    def __init__(self, cache: ColumnCache) -> None:
-        self._features = list(cache.features)
-        self._dense, self._labels, self._ids = (_frozen(a) for a in (cache.dense, cache.labels, cache.ids))
-        self._bags = [(_frozen(v), _frozen(o)) for v, o in cache.bags.values()]
-        bag_place = {f: k for k, f in enumerate(cache.bags)}
-        single_place = {f: k for k, f in enumerate(f for f in self._features if f not in bag_place)}
-        self._bag_of = [bag_place.get(f, -1) for f in self._features]
-        self._column_of = np.array([single_place.get(f, -1) for f in self._features], np.int64)
-        self._dtype = torch.int32 if self._ids.dtype == np.int32 else torch.int64
-
-    def __call__(self, rows: np.ndarray) -> ClickBatch:
-        n, features = rows.shape[0], len(self._features)
-        dense = torch.empty(n, self._dense.shape[1])
-        labels = torch.empty(n)
-        offsets = torch.empty(features * n + 1, dtype=torch.int64)
-        offsets_np = offsets.numpy()
-        if self._bags:
-            sizes = np.ones((features, n), np.int64)
-            for f, bag in enumerate(self._bag_of):
-                if bag >= 0:
-                    _bag_sizes(rows, self._bags[bag][1], sizes[f])
-            offsets_np[0] = 0
-            np.cumsum(sizes, out=offsets_np[1:])
-        else:
-            offsets_np[:] = np.arange(features * n + 1)
-        values = torch.empty(int(offsets_np[-1]), dtype=self._dtype)
-        starts = offsets_np[: features * n : n].copy() if n else np.zeros(features, np.int64)
-        _gather_rows(rows, self._dense, self._labels, self._ids, self._column_of, starts,
-                     dense.numpy(), labels.numpy(), values.numpy())  # fmt: skip
-        for f, bag in enumerate(self._bag_of):
-            if bag >= 0:
-                _gather_bag(rows, *self._bags[bag], values.numpy()[starts[f] :])
-        return ClickBatch(dense, KeyedJaggedTensor(self._features, values, offsets=offsets), labels)
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    # Mapped and in-memory arrays look the same to Numba: one compiled kernel serves both.
-    view = np.asarray(array).view()
-    view.flags.writeable = False
-    return view
-
-
-@kernel
-def _gather_rows(
-    rows: np.ndarray,
-    dense: np.ndarray,
-    labels: np.ndarray,
-    ids: np.ndarray,
-    column_of: np.ndarray,
-    starts: np.ndarray,
-    out_dense: np.ndarray,
-    out_labels: np.ndarray,
-    out_values: np.ndarray,
-) -> None:
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        out_labels[i] = labels[row]
-        for d in range(dense.shape[1]):
-            out_dense[i, d] = dense[row, d]
-        for f in range(column_of.shape[0]):
-            if column_of[f] >= 0:
-                out_values[starts[f] + i] = ids[row, column_of[f]]
-
-
-@kernel
-def _bag_sizes(rows: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
-    for i in range(rows.shape[0]):
-        out[i] = offsets[rows[i] + 1] - offsets[rows[i]]
-
-
-@kernel
-def _gather_bag(rows: np.ndarray, values: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
-    place = 0
-    for i in range(rows.shape[0]):
-        for k in range(offsets[rows[i]], offsets[rows[i] + 1]):
-            out[place] = values[k]
-            place += 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm.data.hashing import bits_for, feistel, kernel, mix_python, permute_range
+from dlrm.data.hashing import bits_for, feistel, mix_python, permute_range
+from dlrm.data.jit import kernel
 
 BLOCK, WINDOW = 2048, 64
 SHUFFLES = ("none", "rows", "blocks")
