@@ -85,3 +85,39 @@ class SchemaMismatch(EmbcacheError, ValueError):
 
 class UnshardedReplicas(EmbcacheError, RuntimeError):
     """step() of an unsharded store at world size > 1: the replicas would drift apart silently."""
+
+
+class TableTooLarge(EmbcacheError, MemoryError):
+    """Tables that were to live in memory need more than the system has; nothing was allocated."""
+
+    def __init__(self, need: int, free: int, tables: list[str]) -> None:
+        self.need, self.free = need, free
+        super().__init__(f"tables {tables} need {need:,} bytes of memory, {free:,} are available")
+
+
+class CorruptStore(EmbcacheError, ValueError):
+    """A file is foreign, torn or altered; nothing was read into the model and nothing was written."""
+
+
+class FormatVersion(EmbcacheError, ValueError):
+    """A file was written by a newer version.
+
+    >>> print(FormatVersion("runs/a/manifest.json", 7, 1))
+    runs/a/manifest.json has format version 7, this version reads up to 1
+    """
+
+    def __init__(self, path: str, found: int, known: int) -> None:
+        self.path, self.found, self.known = path, found, known
+        super().__init__(f"{path} has format version {found}, this version reads up to {known}")
+
+
+class StorageFull(EmbcacheError, OSError):
+    """The disk has no room; what was committed before is intact and the same call may be tried again.
+
+    >>> print(StorageFull(4096, 100, "runs/a"))
+    no room for 4096 bytes at runs/a: 100 free
+    """
+
+    def __init__(self, need: int, free: int, path: str) -> None:
+        self.need, self.free, self.path = need, free, path
+        super().__init__(f"no room for {need} bytes at {path}: {free} free")

@@ -160,6 +160,12 @@ class JaggedTensor:
     def device(self) -> torch.device:
         return self._values.device
 
+    def with_values(self, values: Tensor) -> JaggedTensor:
+        """The same lists with other ``values`` [n, ...]."""
+        if values.shape[0] != self._values.shape[0]:
+            raise BadJagged(f"{values.shape[0]} values for lists that hold {self._values.shape[0]}")
+        return self._trusted(values, self._weights, self._lengths, self._offsets)
+
     def to_dense(self) -> list[Tensor]:
         """One tensor per list."""
         at = self._offsets.tolist()
@@ -282,6 +288,13 @@ class KeyedJaggedTensor:
         out._set(*parts)
         return out
 
+    @staticmethod
+    def trusted(
+        keys: list[str], values: Tensor, weights: Tensor | None, offsets: Tensor, strides: tuple[int, ...]
+    ) -> KeyedJaggedTensor:
+        """Without the checks, for callers that made ``offsets`` themselves."""
+        return KeyedJaggedTensor._trusted(keys, values, weights, None, offsets, strides)
+
     # construction -----------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -402,6 +415,11 @@ class KeyedJaggedTensor:
     def stride_per_key(self) -> list[int]:
         return list(self._stride_per_key)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """``stride_per_key()`` as a tuple."""
+        return self._stride_per_key
+
     def variable_stride_per_key(self) -> bool:
         return len(set(self._stride_per_key)) > 1
 
@@ -486,6 +504,16 @@ class KeyedJaggedTensor:
             )
             start = stop
         return out
+
+    def masked(self, values: Tensor, keep: Tensor | None) -> KeyedJaggedTensor:
+        """The same bags with other ``values``, without those where ``keep`` (bool [n]) is False."""
+        weights, offsets = self._weights, self._offsets
+        if keep is None:
+            return self._trusted(self._keys, values, weights, self._lengths, offsets, self._stride_per_key)
+        before = torch.zeros(keep.numel() + 1, dtype=torch.int64, device=keep.device)
+        torch.cumsum(keep, 0, dtype=torch.int64, out=before[1:])
+        weights = None if weights is None else weights[keep]
+        return self._trusted(self._keys, values[keep], weights, None, before[offsets], self._stride_per_key)
 
     # moving -----------------------------------------------------------------------------------------------------
 

@@ -165,9 +165,7 @@ def fused_update(
     described, options = tables.tolist(), hyper.tolist()
     parts: dict[int, list[_Contribution]] = {}
     for f in _features(features):
-        parts.setdefault(f.table, []).append(
-            _contribution(f, described[f.table][0], values, offsets, weights, grads)
-        )
+        parts.setdefault(f.table, []).append(_contribution(f, described[f.table][0], values, offsets, weights, grads))
     touched = 0
     for t, contributions in parts.items():
         slots, grad = _table_gradient(contributions)

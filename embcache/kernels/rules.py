@@ -79,7 +79,9 @@ def _row_wise_adagrad(h: Hyper, flags: int, w: Tensor, state: Tensor, g: Tensor)
     return w, state
 
 
-def _adam_parts(h: Hyper, flags: int, w: Tensor, state: Tensor, g: Tensor, row_wise: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _adam_parts(
+    h: Hyper, flags: int, w: Tensor, state: Tensor, g: Tensor, row_wise: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(mhat / (sqrt(vhat) + eps), weight decay factor, new state)."""
     dim = w.shape[1]
     b1, b2, eps = (_number(h[i], w) for i in (3, 4, 2))

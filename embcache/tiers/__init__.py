@@ -1,0 +1,5 @@
+"""Where rows live."""
+
+from .ram import Ram
+
+__all__ = ["Ram"]

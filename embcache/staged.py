@@ -1,0 +1,285 @@
+"""A staged batch: the handle that owns its pins, its parts (one kernel call each), and the joining of several into one
+update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import options
+from .config import TableConfig
+from .errors import BadJagged, StaleLookup
+from .jagged import KeyedJaggedTensor
+from .layout import BAGS, FIRST, OFFSET, STRIDE, TABLE, TENSOR, PartLayout
+from .tiers.base import FrontTier
+
+
+class Part:
+    """One kernel call of a staged batch.
+
+    Attributes:
+        layout: what is looked up and where it goes.
+        features: int64 [F, 7] for the lookup.
+        offsets: of the bags, or None where every id is its own.
+        weights: per id, possibly requiring grad, or None.
+        numel, shape: of the output.
+        version: of the store when the part was last read.
+    """
+
+    def __init__(self, layout: PartLayout, batch: KeyedJaggedTensor, front: FrontTier) -> None:
+        self.layout = layout
+        self.weights = batch.weights_or_none()
+        self.version = -1
+        self.sizes: list[int] | None = None
+        self.offsets: Tensor | None
+        self.shape: tuple[int, ...]
+        if layout.pooled:
+            self.features, self.offsets, self.shape = layout.features, batch.offsets(), layout.shape
+            self.numel = self.shape[0] * self.shape[1] if len(self.shape) == 2 else self.shape[0]
+        else:
+            self.features, self.sizes = layout.unpooled(batch.offset_per_key())
+            self.offsets, self.numel = None, sum(self.sizes)
+            self.shape = (self.numel,)
+        self.open = True
+        self._values = batch.values()
+        self._front = front
+        self._lease = front.stage(self.features, batch.values(), self.offsets)
+        self._holders = 1
+
+    def hold(self) -> None:
+        """One more owner of the lease: a gradient that waits for the step."""
+        if not self.open:
+            raise StaleLookup("this handle was released: stage the batch again")
+        self._holders += 1
+
+    def drop(self) -> None:
+        """One owner less; the last gives the rows free."""
+        self._holders -= 1
+        if self._holders == 0:
+            self._front.release(self._lease)
+            self._lease = None
+
+    def slots(self) -> Tensor:
+        """The slot of each id; the rows are resident and pinned afterwards."""
+        return self._front.slots(self._lease)
+
+    def relax(self) -> None:
+        """Until the next ``slots`` the rows may leave."""
+        self._front.relax(self._lease)
+
+    def float_weights(self) -> Tensor | None:
+        """Weights as the kernels take them."""
+        return None if self.weights is None else self.weights.detach().to(torch.float32)
+
+    def positions(self, table: int) -> Tensor:
+        """Positions in the ids of everything that reads ``table``."""
+        spans = []
+        for row in self.features.tolist():
+            if row[TABLE] == table:
+                first, last = row[FIRST], row[FIRST] + row[BAGS]
+                if self.offsets is not None:
+                    first, last = int(self.offsets[first]), int(self.offsets[last])
+                spans.append(torch.arange(first, last))
+        return torch.cat(spans)
+
+    # outputs and gradients --------------------------------------------------------------------------------------
+
+    def split(self, out: Tensor) -> dict[str, Tensor]:
+        """The output (or its gradient) by feature: views [rows, D]."""
+        layout = self.layout
+        if len(self.shape) == 2:
+            blocks = out.split(list(layout.dims), dim=1)
+            return dict(zip(layout.names, blocks, strict=True))
+        flat = out.split(self.block_sizes())
+        return {name: block.reshape(-1, dim) for name, block, dim in zip(layout.names, flat, layout.dims, strict=True)}
+
+    def block_sizes(self) -> list[int]:
+        """Elements of each feature's block in a one-dimensional output."""
+        if self.sizes is None:
+            sizes = [0] * len(self.layout.names)
+            for k, row in zip(self.layout.order, self.features.tolist(), strict=True):
+                sizes[k] = row[BAGS] * self.layout.dims[k]
+            self.sizes = sizes
+        return self.sizes
+
+    def merge(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """One gradient of the output from one per feature; shapes are checked."""
+        blocks = []
+        for name, block in self.split(torch.empty(self.numel, device="meta").view(self.shape)).items():
+            if grads[name].shape != block.shape:
+                raise BadJagged(
+                    f"feature {name!r}: gradient has shape {list(grads[name].shape)}, must be {list(block.shape)}"
+                )
+            blocks.append(grads[name])
+        if len(self.shape) == 2:
+            return torch.cat(blocks, dim=1)
+        return torch.cat([block.reshape(-1) for block in blocks])
+
+    def update_features(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """(features, gradient) for an update: strides follow the gradient's, which is copied only where it must be."""
+        if len(self.shape) == 1:
+            return self.features, grad.contiguous()
+        rows, columns = self.shape
+        if columns and (grad.stride(1) != 1 or (rows > 1 and grad.stride(0) < columns)):
+            grad = grad.contiguous()
+        if rows <= 1 or grad.stride(0) == columns:
+            return self.features, grad
+        features = self.features.clone()
+        features[:, STRIDE] = grad.stride(0)
+        return features, grad
+
+    def adjusted(self, grad: Tensor, tables: Sequence[TableConfig]) -> tuple[Part, Tensor]:
+        """This part as an update must see it where a table scales by frequency or has a padding id."""
+        used = [tables[t] for t in self.layout.tables]
+        if any(table.scale_grad_by_freq for table in used):
+            part = self._clone()
+            scale = torch.ones(self._values.numel())
+            for t in set(self.layout.tables):
+                if tables[t].scale_grad_by_freq:
+                    at = self.positions(t)
+                    scale[at] = options.inverse_frequency(self._values[at])
+            weights = self.float_weights()
+            part.weights = scale if weights is None else weights * scale
+            return part._without_padding(grad, tables)
+        return self._without_padding(grad, tables)
+
+    def _without_padding(self, grad: Tensor, tables: Sequence[TableConfig]) -> tuple[Part, Tensor]:
+        if self.layout.pooled or all(tables[t].padding_idx is None for t in self.layout.tables):
+            return self, grad
+        return UnpooledUpdate.build(self, grad, tables)
+
+    def _clone(self) -> Part:
+        other = Part.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+
+class UnpooledUpdate(Part):
+    """The update of an unpooled part without the ids that are padding."""
+
+    _chosen: Tensor
+
+    @staticmethod
+    def build(part: Part, grad: Tensor, tables: Sequence[TableConfig]) -> tuple[Part, Tensor]:
+        """(the part without padding, the gradient without its rows)."""
+        rows, kept, blocks, ids, base = [], [], [], 0, 0
+        flat = grad.reshape(-1)
+        for k, row in zip(part.layout.order, part.features.tolist(), strict=True):
+            dim, table = part.layout.dims[k], tables[row[TABLE]]
+            at = torch.arange(row[FIRST], row[FIRST] + row[BAGS])
+            block = flat[row[OFFSET] : row[OFFSET] + row[BAGS] * dim].view(-1, dim)
+            if table.padding_idx is not None:
+                keep = part._values[at] != table.padding_idx
+                at, block = at[keep], block[keep]
+            rows.append([row[TABLE], row[1], ids, at.numel(), 0, base, dim])
+            kept.append(at)
+            blocks.append(block.reshape(-1))
+            ids, base = ids + at.numel(), base + at.numel() * dim
+        other = UnpooledUpdate.__new__(UnpooledUpdate)
+        other.__dict__.update(part._clone().__dict__)
+        other._chosen = torch.cat(kept)
+        other.features = torch.tensor(rows, dtype=torch.int64).view(-1, 7)
+        other.weights = None if part.weights is None else part.weights.detach()[other._chosen]
+        other.numel = base
+        other.shape = (base,)
+        return other, torch.cat(blocks)
+
+    def slots(self) -> Tensor:
+        return super().slots()[self._chosen]
+
+    def positions(self, table: int) -> Tensor:
+        """Positions among the ids that were kept."""
+        return super().positions(table)
+
+
+class Handle:
+    """A staged batch: owns the pins of its rows until ``release``, the end of its ``with``, or garbage collection."""
+
+    def __init__(self, batch: KeyedJaggedTensor, parts: list[Part], device: torch.device) -> None:
+        self.batch, self.parts, self.device = batch, parts, device
+
+    def release(self) -> None:
+        """Give the pins back, those of gradients that wait for the step excepted; further lookups raise."""
+        for part in self.parts:
+            if part.open:
+                part.open = False
+                part.drop()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class Gathered(NamedTuple):
+    """A gradient that waits for the step: the part as the update sees it, and the part whose lease it holds."""
+
+    part: Part
+    grad: Tensor
+    source: Part
+
+
+class Update(NamedTuple):
+    """The arguments of one fused update."""
+
+    features: Tensor
+    slots: Tensor
+    offsets: Tensor | None
+    weights: Tensor | None
+    grads: list[Tensor]
+
+
+def join(pending: Sequence[Gathered], frozen: frozenset[int]) -> Update:
+    """Everything gathered as one update, in (call, feature, position) order, without frozen tables."""
+    if len(pending) == 1:
+        part, grad, _ = pending[0]
+        features, grad = part.update_features(grad)
+        update = Update(features, part.slots(), part.offsets, part.float_weights(), [grad])
+    else:
+        update = _concatenate(pending)
+    if frozen:
+        kept = ~torch.isin(update.features[:, TABLE], torch.tensor(sorted(frozen)))
+        update = update._replace(features=update.features[kept])
+    return update
+
+
+def _concatenate(pending: Sequence[Gathered]) -> Update:
+    features, grads, bags, ids = [], [], 0, 0
+    slots = [part.slots() for part, _, _ in pending]
+    if len({s.dtype for s in slots}) > 1:
+        slots = [s.to(torch.int64) for s in slots]
+    jagged = any(part.offsets is not None for part, _, _ in pending)
+    weighted = any(part.weights is not None for part, _, _ in pending)
+    offsets, weights = [], []
+    for k, (part, grad, _) in enumerate(pending):
+        mine, grad = part.update_features(grad)
+        mine = mine.clone()
+        mine[:, FIRST] += bags
+        mine[:, TENSOR] = k
+        features.append(mine)
+        grads.append(grad)
+        n = slots[k].numel()
+        if jagged:
+            begins = torch.arange(n) if part.offsets is None else part.offsets[:-1].to(torch.int64)
+            offsets.append(begins + ids)
+        if weighted:
+            own = part.float_weights()
+            weights.append(torch.ones(n) if own is None else own)
+        bags += n if part.offsets is None else part.offsets.numel() - 1
+        ids += n
+    if len({g.dtype for g in grads}) > 1:
+        grads = [g.to(torch.float32) for g in grads]
+    return Update(
+        torch.cat(features),
+        torch.cat(slots),
+        torch.cat([*offsets, torch.tensor([ids])]) if jagged else None,
+        torch.cat(weights) if weighted else None,
+        grads,
+    )
