@@ -48,7 +48,7 @@ def line_chart(
     digits: int = 4,
     zero: bool = False,
 ) -> str:
-    """A chart over training steps; points that are not finite are left out. Empty text when there is nothing to draw."""
+    """A chart over training steps; points that are not finite are left out. Empty where there is nothing to draw."""
     shown = [_thinned(s) for s in map(_finite, series) if len(s.x)]
     if not shown:
         return ""
@@ -112,7 +112,7 @@ def calibration_plot(bins: Sequence[tuple[float, float, float]]) -> str:
         )
     return (
         '<figure class="chart square"><figcaption><b>Calibration</b><span class="legend"><span>observed click rate by '
-        f'predicted, two standard errors</span></span></figcaption>{_frame(lines, dots, axis, axis)}'
+        f"predicted, two standard errors</span></span></figcaption>{_frame(lines, dots, axis, axis)}"
         '<div class="x-name">predicted rate</div></figure>'
     )
 

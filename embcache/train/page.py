@@ -130,7 +130,8 @@ for(const figure of document.querySelectorAll('[data-chart]')){
     add('div','cursor').style.left=left+'%';
     const tip=add('div','tip');
     tip.style[left>55?'right':'left']=`calc(${left>55?100-left:left}% + 12px)`;
-    const head=document.createElement('b');head.textContent='step '+Math.round(at).toLocaleString('en');tip.append(head);
+    const head=document.createElement('b');
+    head.textContent='step '+Math.round(at).toLocaleString('en');tip.append(head);
     for(const {s,i} of found){
       if(Math.abs(s.x[i]-at)>(x1-x0)*.03)continue;
       const dot=add('i','dot '+s.c);dot.style.left=100*(s.x[i]-x0)/(x1-x0)+'%';
@@ -152,6 +153,7 @@ def page(title: str, body: str) -> str:
     """A complete HTML document that needs no other file."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><meta name="viewport" content="width=device-width,initial-scale=1"><title>{escape(title)}'
-        f"</title><style>{STYLE}</style></head><body><main>{body}</main><script>{SCRIPT}</script></body></html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><main>{body}</main><script>{SCRIPT}</script></body></html>\n"
     )

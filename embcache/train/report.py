@@ -248,7 +248,7 @@ def _column(points: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Centred mean over a thirtieth of the run, narrower at both ends; NaN where the input is."""
+    """Centred mean over a thirtieth of the run, narrower at its start; NaN where the input is."""
     half = len(values) // 60
     sums, counts = [0.0], [0]
     for v in values:
@@ -256,8 +256,8 @@ def _smoothed(values: Sequence[float]) -> list[float]:
         counts.append(counts[-1] + math.isfinite(v))
     out = []
     for i, v in enumerate(values):
-        reach = min(half, i, len(values) - 1 - i)
-        low, high = i - reach, i + reach + 1
+        reach = min(half, i)
+        low, high = i - reach, min(i + reach + 1, len(values))
         out.append((sums[high] - sums[low]) / (counts[high] - counts[low]) if math.isfinite(v) else math.nan)
     return out
 

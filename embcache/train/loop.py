@@ -1,0 +1,301 @@
+"""The training loop: both model families use it, and it knows neither.
+
+A step is a batch, cut into micro-batches: each adds the gradient of its loss sum over the *whole* batch's number of
+loss terms, then every optimizer steps once. After the step the position moves on; checkpoints hold the position of the
+last stepped batch, so a run that was killed anywhere and resumed ends in the bits of one that never stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from embcache.checkpoint import Checkpoints
+from embcache.optim import SparseOptimizer
+from embcache.train import state
+from embcache.train.config import TrainConfig
+from embcache.train.observe import Observer, Stopwatch
+from embcache.train.optimizers import OptimizerConfig, schedulers
+from embcache.train.task import BatchSource, Evaluation, Progress, Task, Window
+
+__all__ = ["NonFiniteLoss", "Trainer"]
+
+
+class NonFiniteLoss(FloatingPointError):
+    """The loss or a dense gradient is NaN or infinite; no weight was changed."""
+
+
+class Trainer:
+    """Trains a task.
+
+    Args:
+        task: the model and its loss.
+        optimizers: dense and sparse; all step together.
+        batches: training data. ``valid``: data of the periodic evaluations, or None.
+        config, optimizer_config: the run's settings.
+        checkpoints: where generations go; None trains without (and cannot resume).
+        observers: told of every step and point.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        optimizers: Sequence[torch.optim.Optimizer],
+        batches: BatchSource,
+        valid: BatchSource | None,
+        config: TrainConfig,
+        optimizer_config: OptimizerConfig,
+        checkpoints: Checkpoints | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.task, self.optimizers, self.batches, self.valid = task, list(optimizers), batches, valid
+        self.config, self.clip_norm = config, optimizer_config.clip_norm
+        self.checkpoints, self.observers = checkpoints, list(observers)
+        self.total_steps = config.epochs * len(batches)
+        if config.steps is not None:
+            self.total_steps = min(config.steps, self.total_steps)
+        self.schedulers = schedulers(self.optimizers, optimizer_config, self.total_steps)
+        self.stores = state.stores_of(self.optimizers)
+        self.progress = Progress()
+        self.last_evaluation: Evaluation | None = None
+        self._dense = [p for p in task.model.parameters() if p.requires_grad]
+        self._evaluated_at = -1
+        self._saved_at = -1
+
+    # the run ----------------------------------------------------------------------------------------------------
+
+    def fit(self) -> Progress:
+        """Train until the last step or early stopping; resumes first where the configuration says so."""
+        if self.config.resume and self.checkpoints is not None and self.checkpoints.latest is not None:
+            self.restore("latest")
+            self._tell(f"resumed at step {self.progress.step}")
+        for observer in self.observers:
+            observer.begin(self.progress, self.total_steps)
+        try:
+            for batch in self._positions():
+                self.train_step(batch)
+                self._after_step()
+                if self.progress.stopped:
+                    break
+            if self.progress.step != self._saved_at:
+                self.save()
+        finally:
+            for observer in self.observers:
+                observer.end()
+        return self.progress
+
+    def train_step(self, batch: Any) -> float:
+        """One step on a batch; returns the batch's mean loss. A refused step changes nothing but the counters."""
+        begun = time.perf_counter()
+        self.task.model.train()
+        count = self.task.count(batch)
+        try:
+            total = self._gradients(batch, count)
+            allowed = self._may_step(total)
+            if allowed:
+                self._update()
+        finally:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.progress.skipped += not allowed
+        self._count(total if allowed else 0.0, count if allowed else 0, self.task.samples(batch), begun)
+        return total / count if count else math.nan
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate on the validation data, note the result, and judge it for early stopping."""
+        if self.valid is None:
+            return None
+        with self._watch("evaluation"):
+            result = self.test(self.valid)
+        self._evaluated_at = self.progress.step
+        self.last_evaluation = result
+        self._tell_point({"step": self.progress.step, "kind": "eval", **result.metrics})
+        self._judge(float(result.metrics.get(self.task.monitor, math.nan)))
+        return result
+
+    def test(self, batches: BatchSource) -> Evaluation:
+        """Metrics over all batches of a source, from its beginning."""
+        batches.set_position(0, 0)
+        self.task.model.eval()
+        with torch.inference_mode():
+            return self.task.evaluate(batches)
+
+    # checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Commit a checkpoint of the state after the last step."""
+        if self.checkpoints is None:
+            return
+        with self._watch("checkpoint"):
+            is_best = self.progress.best_step == self.progress.step
+            notes = {"step": self.progress.step, "best_value": self.progress.best_value}
+            self.checkpoints.save(self._state(), self.stores, notes=notes, best=is_best)
+        self._saved_at = self.progress.step
+
+    def restore(self, which: str) -> None:
+        """Load the "latest" or the "best" checkpoint, everything in it."""
+        assert self.checkpoints is not None
+        saved = self.checkpoints.load(self.stores, which)
+        state.load_dense_state(self.task.model, saved["model"])
+        for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
+            state.load_optimizer(optimizer, values)
+        for scheduler, values in zip(self.schedulers, saved["schedulers"], strict=True):
+            scheduler.load_state_dict({**values, "lr_lambdas": [None] * len(scheduler.base_lrs)})
+        state.load_random_state(saved["random"])
+        self.progress = Progress(**{**saved["progress"], "window": Window(**saved["progress"]["window"])})
+        self.task.counters.update(saved["counters"])
+        self._saved_at = self._evaluated_at = self.progress.step
+
+    def _state(self) -> dict[str, Any]:
+        lambdas = "lr_lambdas"  # what they compute follows from the configuration
+        return {
+            "model": state.dense_state(self.task.model),
+            "optimizers": [state.optimizer_state(o) for o in self.optimizers],
+            "schedulers": [{k: v for k, v in s.state_dict().items() if k != lambdas} for s in self.schedulers],
+            "random": state.random_state(),
+            "progress": dataclasses.asdict(self.progress),
+            "counters": dict(self.task.counters),
+        }
+
+    # one step's parts -------------------------------------------------------------------------------------------
+
+    @property
+    def _watch(self) -> Stopwatch:
+        return Stopwatch(self.progress.stages)
+
+    def _positions(self) -> Iterator[Any]:
+        """Batches from the current position on; the position moves when the next one is asked for, after the step."""
+        p = self.progress
+        while p.step < self.total_steps and not p.stopped:
+            if p.batch >= len(self.batches):
+                p.epoch, p.batch = p.epoch + 1, 0
+            self.batches.set_position(p.epoch, p.batch)
+            source, begun = iter(self.batches), p.batch
+            while p.step < self.total_steps and not p.stopped:
+                with self._watch("waiting for data"):
+                    batch = next(source, None)
+                if batch is None:
+                    break
+                yield batch
+            if p.batch == begun < len(self.batches) and p.step < self.total_steps:
+                raise RuntimeError(
+                    f"the data source gave no batch {p.batch} of epoch {p.epoch}, though it has a length"
+                )
+
+    def _gradients(self, batch: Any, count: int) -> float:
+        """Backward through every micro-batch; returns the batch's loss sum."""
+        parts = [batch] if self.config.micro_batches == 1 else self.task.split(batch, self.config.micro_batches)
+        total = 0.0
+        for part in parts:
+            if not self.task.count(part):
+                continue
+            with self._watch("forward"):
+                loss = self.task.loss(part)
+                total += float(loss.detach())
+            with self._watch("backward"):
+                (loss / max(count, 1)).backward()
+        return total
+
+    def _update(self) -> None:
+        for optimizer in self.optimizers:
+            with self._watch("embedding update" if isinstance(optimizer, SparseOptimizer) else "dense optimizer"):
+                optimizer.step()
+
+    def _may_step(self, total: float) -> bool:
+        """Clip, and decide what the policy says of numbers that are not finite."""
+        policy = self.config.on_nonfinite
+        if policy == "allow":
+            if self.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self._dense, self.clip_norm)
+            return True
+        problem = self._problem(total)
+        if problem is None:
+            return True
+        if policy == "raise":
+            raise problem
+        return False
+
+    def _problem(self, total: float) -> FloatingPointError | None:
+        p = self.progress
+        where = f"step {p.step + 1} (epoch {p.epoch}, batch {p.batch})"
+        if not math.isfinite(total):
+            return NonFiniteLoss(f"{where}: the loss is {total}; no weight has changed (--on-nonfinite skip goes on)")
+        for store in self.stores:
+            if store.problem is not None:
+                return store.problem
+        grads = [q.grad for q in self._dense if q.grad is not None]
+        if not grads:
+            return None
+        norm = torch.nn.utils.get_total_norm(grads)
+        if not torch.isfinite(norm):
+            name = self._nonfinite_parameter()
+            return NonFiniteLoss(f"{where}: the gradient of {name} is not finite; no weight has changed")
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._dense, self.clip_norm, norm)
+        return None
+
+    def _nonfinite_parameter(self) -> str:
+        for name, p in self.task.model.named_parameters():
+            if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
+                return name
+        return "all dense parameters together (their norm overflows)"
+
+    def _count(self, total: float, count: int, samples: int, begun: float) -> None:
+        p, w, seconds = self.progress, self.progress.window, time.perf_counter() - begun
+        p.step, p.batch, p.samples, p.seconds = p.step + 1, p.batch + 1, p.samples + samples, p.seconds + seconds
+        w.loss, w.terms = w.loss + total, w.terms + count
+        w.samples, w.seconds = w.samples + samples, w.seconds + seconds
+
+    def _after_step(self) -> None:
+        """Points, evaluations and checkpoints that are due after this step; all depend on the step alone."""
+        p, c = self.progress, self.config
+        for observer in self.observers:
+            observer.step(p)
+        last = p.step >= self.total_steps
+        if p.step % c.log_every == 0 or last:
+            self._log_point()
+        epoch_ends = p.batch >= len(self.batches)
+        evaluates = last or (epoch_ends if c.eval_every is None else p.step % c.eval_every == 0)
+        if evaluates and self.valid is not None:
+            self.evaluate()
+        due = evaluates if c.checkpoint_every is None else p.step % c.checkpoint_every == 0
+        if due or p.best_step == p.step:
+            self.save()
+
+    def _log_point(self) -> None:
+        p, w = self.progress, self.progress.window
+        p.loss, p.window = w.loss / w.terms if w.terms else math.nan, Window()
+        speed = w.samples / max(w.seconds, 1e-9)
+        lr = float(self.optimizers[0].param_groups[0]["lr"])
+        self._tell_point({"step": p.step, "kind": "train", "loss": p.loss, "samples_per_second": speed, "lr": lr})
+
+    def _judge(self, value: float) -> None:
+        """Early stopping: ``patience`` evaluations in a row without an improvement of more than ``min_delta``."""
+        p = self.progress
+        sign = 1.0 if self.task.higher_is_better else -1.0
+        better = p.best_value is None or sign * (value - p.best_value) > self.config.min_delta
+        if math.isfinite(value) and better:
+            p.best_value, p.best_step, p.without_improvement = value, p.step, 0
+            return
+        p.without_improvement += 1
+        if self.config.patience is not None and p.without_improvement >= self.config.patience:
+            p.stopped = True
+            self._tell(
+                f"stopped early at step {p.step}: {self.task.monitor} was best at step {p.best_step} "
+                f"({p.best_value if p.best_value is not None else math.nan:.4f})"
+            )
+
+    def _tell(self, text: str) -> None:
+        for observer in self.observers:
+            observer.message(text)
+
+    def _tell_point(self, point: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer.point(point)
