@@ -10,7 +10,8 @@
 
 from . import errors, init, optim, tiers
 from .config import TableConfig
-from .jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from .jagged import JaggedTensor, KeyedJaggedTensor
+from .keyed_tensor import KeyedTensor
 from .nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection
 from .optim import SparseOptimizer
 from .staged import Handle

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from .config import DTYPES, TableConfig
 from .errors import BadConfig, BadJagged, BadJaggedType, DoubleBackward, NotSupported, UnshardedReplicas
 from .init import Initializer, Normal
-from .jagged import INDEX_DTYPES, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from .jagged import INDEX_DTYPES, JaggedTensor, KeyedJaggedTensor
+from .keyed_tensor import KeyedTensor
 from .optim import SGD, Rule
 from .staged import Handle, Part
 from .store import EmbeddingStore
@@ -34,14 +35,14 @@ class _Lookup(torch.autograd.Function):
     """Reads a part; its backward hands the output's gradient to the store. ``anchor`` makes autograd care."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, anchor: Tensor, weights: Tensor | None, store: EmbeddingStore, handle: Handle, part: Part, code: int
     ) -> Tensor:
         ctx.store, ctx.handle, ctx.part = store, handle, part
         return store.read_part(part, code)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise DoubleBackward(
                 "create_graph=True through an embedding lookup: its gradient is not differentiable again"
@@ -102,7 +103,7 @@ class _Tables(nn.Module):
             weight = self.store.weight(name).clone(memory_format=torch.contiguous_format)
             destination[prefix + self._state_key.format(name)] = weight
 
-    def _load_from_state_dict(  # type: ignore[override]
+    def _load_from_state_dict(
         self,
         state_dict: Any,
         prefix: str,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -249,7 +249,7 @@ def _stores(source: object) -> Iterator[Updatable]:
             store = getattr(owner, "store", owner)
             if hasattr(store, "pending_tables") and id(store) not in seen:
                 seen.add(id(store))
-                yield store
+                yield cast(Updatable, store)
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -305,7 +305,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for store in self.stores:
             store.discard()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every touched row once; returns the closure's loss, if one is given."""
         loss = None
         if closure is not None:

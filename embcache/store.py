@@ -116,8 +116,8 @@ class EmbeddingStore:
         """Make the rows of ``features`` (None: of every table's features) in ``batch`` resident and pin them.
 
         ``batch`` is a ``KeyedJaggedTensor``, ours or TorchRec's. Ids out of range raise ``IdOutOfRange`` before
-        anything is touched, unless their table says otherwise. The handle owns the pins: a context manager, also released by
-        garbage collection.
+        anything is touched, unless their table says otherwise. The handle owns the pins: a context manager, also
+        released by garbage collection.
         """
         batch = KeyedJaggedTensor.adopt(batch)
         device = batch.device()
