@@ -12,7 +12,10 @@ from dlrm.data.errors import (
     ResumeMismatch,
     SchemaError,
 )
+from dlrm.data.ids import IdSpec
+from dlrm.data.job import Limits
 from dlrm.data.loader import Loader, Source
+from dlrm.data.preprocess import preprocess
 from dlrm.data.schema import Categorical, Dense, Label, Schema, Time
 from dlrm.data.splits import SplitSpec
 from dlrm.data.synthetic import SyntheticConfig, SyntheticLog
@@ -26,7 +29,9 @@ __all__ = [
     "CorruptInput",
     "DataError",
     "Dense",
+    "IdSpec",
     "Label",
+    "Limits",
     "Loader",
     "MalformedRow",
     "MemoryBudgetExceeded",
@@ -38,5 +43,6 @@ __all__ = [
     "SyntheticConfig",
     "SyntheticLog",
     "Time",
+    "preprocess",
     "with_splits",
 ]

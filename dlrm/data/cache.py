@@ -130,9 +130,10 @@ class ColumnCache:
         entries = {}
         for name, array in arrays.items():
             data = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-            with (folder / f"{name}.bin").open("wb") as f:
-                f.write(data.data.cast("B") if data.size else b"")
-                os.fsync(f.fileno())
+            with (folder / f"{name}.bin").open("wb") as file:
+                file.write(data.data.cast("B") if data.size else b"")
+                file.flush()
+                os.fsync(file.fileno())
             entries[name] = array_entry(data.dtype, data.shape, zlib.crc32(data.data.cast("B") if data.size else b""))
         write_manifest(folder, self.schema, entries, splits, self.num_embeddings, self.info)
         return ColumnCache.open(folder)

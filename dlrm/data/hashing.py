@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm.data.jit import inline, kernel
+from dlrm.data.jit import I64, U64, inline, kernel
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _C1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -26,7 +26,7 @@ FEISTEL_ROUNDS = 6
 
 
 @inline
-def mix64(z: np.uint64) -> np.uint64:
+def mix64(z: U64) -> U64:
     """SplitMix64's finaliser: uint64 -> uint64, a bijection with ``mix64(0) == 0``."""
     z = (z ^ (z >> _S30)) * _C1
     z = (z ^ (z >> _S27)) * _C2
@@ -34,13 +34,13 @@ def mix64(z: np.uint64) -> np.uint64:
 
 
 @inline
-def hashed_row(key: np.int64, size: np.int64) -> np.int64:
+def hashed_row(key: I64, size: I64) -> I64:
     """Row in ``[1, size)`` of an int64 key; row 0 is kept for "missing"."""
     return np.int64(mix64(np.uint64(key) + GOLDEN) % np.uint64(size - 1)) + 1
 
 
 @inline
-def feistel(x: np.uint64, n: np.uint64, bits: np.int64, key: np.uint64) -> np.uint64:
+def feistel(x: U64, n: U64, bits: I64, key: U64) -> U64:
     """Image of ``x`` under permutation number ``key`` of ``range(n)``; ``2**bits >= n``, ``bits >= 2``."""
     low_bits, high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
     low_mask, high_mask = (_ONE << low_bits) - _ONE, (_ONE << high_bits) - _ONE
@@ -55,7 +55,7 @@ def feistel(x: np.uint64, n: np.uint64, bits: np.int64, key: np.uint64) -> np.ui
 
 
 @inline
-def bits_for(n: np.int64) -> np.int64:
+def bits_for(n: I64) -> I64:
     """Smallest ``b >= 2`` with ``2**b >= n``."""
     b = 2
     while (_ONE << np.uint64(b)) < np.uint64(n):
@@ -75,7 +75,7 @@ def mix_python(*words: int) -> int:
 
 
 @kernel
-def permute_range(start: int, out: np.ndarray, n: int, key: np.uint64) -> None:
+def permute_range(start: int, out: np.ndarray, n: int, key: U64) -> None:
     """``out[i] = perm(start + i)`` (int64) for permutation ``key`` of ``range(n)``."""
     bits = bits_for(n)
     for i in range(out.shape[0]):

@@ -5,15 +5,19 @@ Serial on purpose: Numba's default threading layer is not safe to enter from two
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-try:
+# 64-bit integers inside kernels, where Numba knows what they are and a type checker does not.
+I64 = Any
+U64 = Any
+
+_njit: Any = None
+with contextlib.suppress(ImportError):  # Numba belongs to the `cpu` extra
     from numba import njit as _njit
-except ImportError:  # pragma: no cover - Numba belongs to the `cpu` extra
-    _njit = None
 
 
 def kernel(function: F) -> F:
@@ -24,7 +28,7 @@ def kernel(function: F) -> F:
     def missing(*_args: Any, **_kwargs: Any) -> Any:
         raise ImportError(f"{function.__name__} needs Numba: pip install 'embcache[cpu]'")
 
-    return missing  # type: ignore[return-value]
+    return cast(F, missing)
 
 
 def inline(function: F) -> F:

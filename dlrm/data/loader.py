@@ -61,7 +61,7 @@ class Loader:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} outside [0, {world_size})")
         self.source, self.batch_size, self.seed, self.drop_last = source, batch_size, seed, drop_last
-        self.shuffle = {False: "none", True: "rows"}.get(shuffle, shuffle) if isinstance(shuffle, bool) else shuffle
+        self.shuffle = ("rows" if shuffle else "none") if isinstance(shuffle, bool) else shuffle
         if self.shuffle not in SHUFFLES:
             raise ValueError(f"shuffle: expected one of {', '.join(SHUFFLES)}, found {shuffle!r}")
         self.rank, self.world_size, self.prefetch, self.workers = rank, world_size, prefetch, workers

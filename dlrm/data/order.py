@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm.data.hashing import bits_for, feistel, mix_python, permute_range
-from dlrm.data.jit import kernel
+from dlrm.data.jit import U64, kernel
 
 BLOCK, WINDOW = 2048, 64
 SHUFFLES = ("none", "rows", "blocks")
@@ -30,7 +30,7 @@ def epoch_order(shuffle: str, seed: int, epoch: int, rows: int, start: int, stop
 
 
 @kernel
-def _permute_blocks(start: int, out: np.ndarray, rows: int, block_key: int, row_key: int) -> None:
+def _permute_blocks(start: int, out: np.ndarray, rows: int, block_key: U64, row_key: U64) -> None:
     # Only whole blocks move; the rows left over join the last window.
     blocks = rows // BLOCK
     windows = max(1, (blocks + WINDOW - 1) // WINDOW)

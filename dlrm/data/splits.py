@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlrm.data.hashing import GOLDEN, mix64, mix_python
-from dlrm.data.jit import kernel
+from dlrm.data.jit import U64, kernel
 
 NAMES = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)
@@ -94,7 +94,7 @@ def time_splits(times: np.ndarray, last_day: int, spec: SplitSpec) -> np.ndarray
 
 
 @kernel
-def _random_splits(first_row: int, out: np.ndarray, key: int, below_test: int, below_valid: int) -> None:
+def _random_splits(first_row: int, out: np.ndarray, key: U64, below_test: int, below_valid: int) -> None:
     for i in range(out.shape[0]):
         u = np.int64(mix64(mix64(np.uint64(first_row + i) * GOLDEN + key)) >> np.uint64(11))
         out[i] = 2 if u < below_test else 1 if u < below_valid else 0

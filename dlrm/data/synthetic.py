@@ -3,9 +3,9 @@
 A click is drawn with probability ``sigmoid(scale * score + bias)`` where ``score`` adds an effect for each id, dot
 products of latent factors for some pairs of tables, and a curved effect for each dense value. Ids follow the power law
 of NVIDIA's benchmarks, ``floor((u (N^g - 1) + 1)^(1/g))`` with ``g = 1 - alpha``, scattered by a fixed permutation.
-Every row is a pure function of (config, row number): chunks, threads and order of generation do not matter. Nothing is stored, so
-tables and rows may be as many as one likes. (Powers and exponentials come from libm, so another platform may
-draw a neighbouring id once in many millions.)
+Every row is a pure function of (config, row number): chunks, threads and order of generation do not matter.
+Nothing is stored, so tables and rows may be as many as one likes. (Powers and exponentials come from libm, so another
+platform may draw a neighbouring id once in many millions.)
 
 The score uses only what a row shows, so the true probabilities are the best predictor there is; ranking the drawn
 labels of a split by them gives the best AUC, and likewise the best log loss, in expectation over labels.
@@ -41,6 +41,7 @@ DEFAULT_TABLES = (100_000, 50_000, 20_000, 10_000, 10_000, 5_000, 5_000, 2_000, 
 CHUNK = 32_768
 OWN, PAIRS, DENSE = 0.6, 0.2, 0.2
 PAIR_MAX = 1_000
+FADE = 0.15
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def _plant(c: SyntheticConfig) -> sk.Model:
     tail's effects cannot be learned from a few clicks); 30 % are pairs of small and middle tables, 20 % dense."""
     cards, rng = np.array(c.tables, np.int64), np.random.Generator(np.random.PCG64(mix_python(c.seed, 1)))
     tables = len(cards)
-    effect = cards.astype(np.float64) ** -0.15 * (cards > 1)
+    effect = cards.astype(np.float64) ** -FADE * (cards > 1)
     effect *= np.sqrt(OWN / max((effect**2).sum(), 1e-12))
     able = np.flatnonzero((cards >= 4) & (cards <= PAIR_MAX))
     count = c.pairs if able.size >= 2 else 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrm.data.hashing import GOLDEN, bits_for, feistel, mix64
-from dlrm.data.jit import inline, kernel
+from dlrm.data.jit import I64, U64, inline, kernel
 
 MISSING_DENSE = np.int64(-(2**62))
 _S11, _S16, _S32, _S48 = np.uint64(11), np.uint64(16), np.uint64(32), np.uint64(48)
@@ -37,26 +37,26 @@ class Model(NamedTuple):
 
 
 @inline
-def _uniform(h: np.uint64) -> float:
+def _uniform(h: U64) -> float:
     return np.float64(h >> _S11) * (1.0 / 9007199254740992.0)
 
 
 @inline
-def _bell(h: np.uint64) -> float:
+def _bell(h: U64) -> float:
     # Sum of four uniforms: bell-shaped, unit variance, bounded, integer arithmetic up to the last product.
     total = (h & _LOW16) + ((h >> _S16) & _LOW16) + ((h >> _S32) & _LOW16) + (h >> _S48)
     return (np.float64(total) - 131070.0) * (1.0 / 37837.2)
 
 
 @inline
-def _popular(u: float, n: np.int64, reach: float, power: float) -> np.int64:
+def _popular(u: float, n: I64, reach: float, power: float) -> I64:
     # Inverse of the continuous power law; the published formula on [1, n + 1) so that all n ids occur.
     x = np.exp(u * reach) if power == 0.0 else (u * reach + 1.0) ** power
     return min(max(np.int64(x) - 1, 0), n - 1)
 
 
 @inline
-def _latent(key: np.uint64, table: np.int64, place: np.int64, k: np.int64) -> float:
+def _latent(key: U64, table: I64, place: I64, k: I64) -> float:
     # Factor k of an id: bell-shaped, unit variance. Factor 0 is also the direction of the id's own effect.
     own = mix64(key ^ (np.uint64(table + 1) << _S32)) + np.uint64(place + 2) * GOLDEN
     return _bell(mix64(own ^ (np.uint64(k) << _S48)))
@@ -127,7 +127,7 @@ def scatter_ids(model: Model, ids: np.ndarray, out: np.ndarray) -> None:
 
 
 @inline
-def _token(key: np.uint64, f: np.int64, n: np.int64, place: np.int64) -> np.uint64:
+def _token(key: U64, f: I64, n: I64, place: I64) -> U64:
     # Bijective, so that distinct ids never share a token: 32 bits as in Criteo Kaggle where they suffice, else 64.
     salt = mix64(key + np.uint64(f + 1) * GOLDEN)
     if n > np.int64(4294967296):
@@ -166,7 +166,7 @@ def format_rows(model: Model, labels: np.ndarray, dense: np.ndarray, ids: np.nda
 
 
 @inline
-def _write_integer(out: np.ndarray, at: np.int64, x: np.int64) -> np.int64:
+def _write_integer(out: np.ndarray, at: I64, x: I64) -> I64:
     if x < 0:
         out[at] = 45
         at, x = at + 1, -x
