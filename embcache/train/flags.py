@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 import yaml
 
-__all__ = ["flag", "flatten", "load_yaml", "parse", "save_yaml"]
+from embcache.errors import EmbcacheError
+
+__all__ = ["flag", "flatten", "load_yaml", "parse", "run", "save_yaml"]
 
 Config = TypeVar("Config")
 _REQUIRED = object()
@@ -225,3 +228,16 @@ def _flag_name(name: str) -> str:
 
 def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def run(main: Callable[[Config], None], cls: type[Config], description: str | None = None) -> None:
+    """A script: flags to configuration, then ``main``; a mistake of the user ends it with one line and status 1.
+
+    Mistakes are missing or existing files, and everything this project raises on purpose (malformed data, a
+    checkpoint of another model, a NaN in a gradient); any other exception keeps its traceback.
+    """
+    config = parse(cls, description=description)
+    try:
+        main(config)
+    except (EmbcacheError, FileNotFoundError, FileExistsError) as error:
+        sys.exit(f"error: {error}")

@@ -72,7 +72,7 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 class Console:
-    """A progress bar on a terminal; elsewhere a line for each point. Both show samples/s, loss, and the last metrics."""
+    """A progress bar on a terminal, a line for each point elsewhere; with samples/s, loss and the last metrics."""
 
     def __init__(self, stream: TextIO | None = None, headline: tuple[str, ...] = ("auc", "ne")) -> None:
         self._stream = stream or sys.stderr

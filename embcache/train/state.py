@@ -19,8 +19,8 @@ __all__ = ["dense_state", "load_dense_state", "load_optimizer", "load_random_sta
 
 def stores_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[EmbeddingStore]:
     """The embedding stores that the optimizers train, each once."""
-    sparse = [o for o in optimizers if isinstance(o, SparseOptimizer)]
-    return [store for o in sparse for store in o.stores if isinstance(store, EmbeddingStore)]
+    stores: list[Any] = [store for o in optimizers if isinstance(o, SparseOptimizer) for store in o.stores]
+    return [store for store in stores if isinstance(store, EmbeddingStore)]
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
@@ -67,6 +67,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 def _without_params(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch, numpy and Python; what ``random_state`` saves starts from here."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
 
 
 def random_state() -> dict[str, Any]:

@@ -27,12 +27,15 @@ class Task(Protocol):
     whole batch, so that micro-batches add up to it.
     """
 
-    model: nn.Module
     monitor: str
     """The metric that early stopping and the best checkpoint follow."""
     higher_is_better: bool
     counters: dict[str, int]
     """Ids looked up in training by feature, for the report; saved with the run."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, moved to its device."""
 
     def split(self, batch: Any, parts: int) -> Sequence[Any]:
         """The batch as micro-batches, some of them possibly empty."""

@@ -1,0 +1,139 @@
+"""From settings and data to a trainer of a click model: what the scripts have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+import embcache as ec
+from dlrm.data.loader import Loader
+from dlrm.models import build, options, published_init
+from dlrm.task import ClickTask
+from embcache.checkpoint import Checkpoints
+from embcache.optim import Rule
+from embcache.train.config import TrainConfig
+from embcache.train.flags import flag
+from embcache.train.loop import Trainer
+from embcache.train.optimizers import OptimizerConfig, dense_optimizer, sparse_rule
+from embcache.train.run import observers
+from embcache.train.state import seed_all
+
+__all__ = ["ClickConfig", "ModelConfig", "build_tables", "build_trainer", "test_loader"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model: which one, and its sizes; a size that is not given is the model's own default."""
+
+    model: Literal["dlrm", "dcnv2", "deepfm", "finalmlp"] = flag("dlrm", "which model")
+    loss: Literal["bce"] = flag("bce", "binary cross-entropy of the logits")
+    dim: int = flag(16, "columns of every embedding table")
+    tiers: Literal["ram"] = flag("ram", "where embedding rows live")
+    table_dtype: Literal["fp32", "bf16", "fp16"] = flag("fp32", "stored embedding weights")
+    dense_dtype: Literal["fp32", "bf16"] = flag("fp32", "precision of the dense part (bf16: autocast)")
+    bottom_mlp: tuple[int, ...] | None = flag(None, "dlrm: layers over the dense features")
+    top_mlp: tuple[int, ...] | None = flag(None, "dlrm: layers over the interactions")
+    deep_mlp: tuple[int, ...] | None = flag(None, "dcnv2, deepfm: layers of the deep part")
+    dense_mlp: tuple[int, ...] | None = flag(None, "dcnv2: layers over the dense features")
+    cross_layers: int | None = flag(None, "dcnv2: cross layers")
+    low_rank: int | None = flag(None, "dcnv2: rank of the cross matrices (none: full)")
+    structure: Literal["parallel", "stacked"] | None = flag(None, "dcnv2: cross and deep part beside or on each other")
+    mlp1: tuple[int, ...] | None = flag(None, "finalmlp: layers of the first stream")
+    mlp2: tuple[int, ...] | None = flag(None, "finalmlp: layers of the second stream")
+    heads: int | None = flag(None, "finalmlp: heads of the fusion")
+    dropout: float | None = flag(None, "dropout of the dense layers")
+
+    def __post_init__(self) -> None:
+        for name in self.sizes():
+            if name not in options(self.model):
+                raise ValueError(f"--{name.replace('_', '-')} is no option of {self.model}")
+        if self.dim < 1:
+            raise ValueError(f"--dim must be at least 1, got {self.dim}")
+
+    def sizes(self) -> dict[str, Any]:
+        """The options that were given."""
+        common = ("model", "loss", "dim", "tiers", "table_dtype", "dense_dtype")
+        return {k: v for k, v in vars(self).items() if k not in common and v is not None}
+
+
+@dataclass(frozen=True)
+class ClickConfig:
+    """Settings that every click-through script has."""
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    monitor: Literal["auc", "ne", "logloss"] = flag("auc", "metric that early stopping and the best weights follow")
+    eval_batch_size: int = flag(8192, "samples in a batch of an evaluation")
+    workers: int = flag(1, "threads that gather batches ahead")
+
+
+class ClickData(Protocol):
+    """What a ``ColumnCache`` and a ``SyntheticLog`` have in common."""
+
+    @property
+    def num_embeddings(self) -> dict[str, int | None]: ...
+    @property
+    def tables(self) -> dict[str, str]: ...
+    @property
+    def n_dense(self) -> int: ...
+    @property
+    def splits(self) -> Any: ...
+
+
+def build_tables(data: ClickData, model: ModelConfig, rule: Rule, seed: int) -> list[ec.TableConfig]:
+    """A table for each table name of the data, with the features that share it."""
+    features: dict[str, list[str]] = {}
+    for feature, table in data.tables.items():
+        features.setdefault(table, []).append(feature)
+    return [
+        ec.TableConfig(
+            name,
+            data.num_embeddings[members[0]],
+            model.dim,
+            features=members,
+            optimizer=rule,
+            init=published_init(model.model),
+            seed=seed,
+            dtype=DTYPES[model.table_dtype],
+        )
+        for name, members in features.items()
+    ]
+
+
+def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> Trainer:
+    """Tables, model, loaders and optimizers of a configuration; the seed decides all initial values."""
+    train = config.train
+    if train.threads is not None:
+        torch.set_num_threads(train.threads)
+    seed_all(train.seed)
+    tables = build_tables(data, config.model, sparse_rule(config.optimizer), train.seed)
+    sizes = {**config.model.sizes(), "dense_dtype": config.model.dense_dtype}
+    task = ClickTask(build(config.model.model, tables, data.n_dense, **sizes), train.device, config.monitor)
+    batches = Loader(data, "train", train.global_batch_size, shuffle=True, seed=train.seed, workers=config.workers)
+    valid = Loader(data, "valid", config.eval_batch_size) if len(data.splits.get("valid", ())) else None
+    return Trainer(
+        task,
+        [
+            dense_optimizer(task.model.parameters(), config.optimizer),
+            ec.optim.SparseOptimizer(task.model, on_nonfinite=train.on_nonfinite),
+        ],
+        batches,
+        valid,
+        train,
+        config.optimizer,
+        checkpoints,
+        observers(train),
+    )
+
+
+def test_loader(config: ClickConfig, data: Any) -> Loader | None:
+    """The test split, where there is one."""
+    return Loader(data, "test", config.eval_batch_size) if len(data.splits.get("test", ())) else None
+
+
+test_loader.__test__ = False  # type: ignore[attr-defined]

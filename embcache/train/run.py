@@ -1,0 +1,154 @@
+"""A run as a folder: what stands in it at the start, what is written at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embcache.checkpoint import MANIFEST, Checkpoints
+from embcache.errors import SchemaMismatch
+from embcache.rows import count_written
+from embcache.train.config import TrainConfig
+from embcache.train.flags import flatten, save_yaml
+from embcache.train.loop import Trainer
+from embcache.train.observe import Console, History, Observer, TensorBoard, read_history
+from embcache.train.report import RunRecord, TableFacts, machine_facts, write_report
+from embcache.train.task import BatchSource, Evaluation
+
+__all__ = ["Result", "finish", "observers", "open_run"]
+
+# What a resumed run may change: none of it takes part in what the next steps compute.
+FREE = {"out", "resume", "steps", "epochs", "eval_every", "checkpoint_every", "keep", "patience", "min_delta"}
+FREE |= {"test_weights", "log_every", "tensorboard", "threads", "eval_batch_size", "workers"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    loss: float
+    test: Evaluation | None
+    report: Path
+
+    def lines(self) -> list[str]:
+        """The last lines of a run: the loss, then the test metrics."""
+        metrics = {} if self.test is None else self.test.metrics
+        return [f"loss {self.loss:.4f}", *(f"test {name} {value:.4f}" for name, value in metrics.items())]
+
+
+def open_run(train: TrainConfig, config: Any) -> Checkpoints:
+    """Make or reopen the run's folder and save ``config.yaml`` there.
+
+    Raises FileExistsError when the folder holds a run and ``--resume`` was not given, and SchemaMismatch when a
+    resumed run changes a setting that its past depends on.
+    """
+    folder = train.out / "checkpoints"
+    if not train.resume and (folder / MANIFEST).exists():
+        raise FileExistsError(f"{train.out} already holds a run: go on with it (--resume) or give another --out")
+    checkpoints = Checkpoints(folder, keep=train.keep)
+    saved = train.out / "config.yaml"
+    if checkpoints.latest is not None and saved.exists():
+        _check_same(saved, flatten(config))
+    train.out.mkdir(parents=True, exist_ok=True)
+    save_yaml(config, saved)
+    return checkpoints
+
+
+def observers(train: TrainConfig) -> list[Observer]:
+    """The console, the history on disk and, if wanted, TensorBoard."""
+    watching: list[Observer] = [Console(), History(train.out / "history.jsonl")]
+    if train.tensorboard:
+        watching.append(TensorBoard(train.out / "tensorboard"))
+    return watching
+
+
+def finish(
+    trainer: Trainer,
+    test: BatchSource | None,
+    config: Any,
+    title: str,
+    best_possible: Mapping[str, float] | None = None,
+) -> Result:
+    """Test the weights that the configuration asks for, write ``result.json`` and ``report.html``."""
+    train = trainer.config
+    progress = dataclasses.replace(trainer.progress)
+    tables, saved = _table_facts(trainer), trainer.checkpoints
+    if train.test_weights == "best" and saved is not None and saved.best not in (None, saved.latest):
+        trainer.restore("best")
+    evaluation = trainer.test(test) if test is not None else None
+    result = Result(progress.loss, evaluation, train.out / "report.html")
+    metrics = {} if evaluation is None else dict(evaluation.metrics)
+    facts = {"loss": progress.loss, "test": metrics, "step": progress.step, "best_step": progress.best_step}
+    (train.out / "result.json").write_text(json.dumps(_finite(facts), indent=1) + "\n", encoding="utf-8")
+    record = RunRecord(
+        title=title,
+        summary=_summary(trainer, progress),
+        when=time.strftime("%-d %B %Y, %H:%M"),
+        lead=trainer.task.monitor,
+        test=metrics,
+        best_possible=best_possible or {},
+        history=read_history(train.out / "history.jsonl"),
+        seconds=sum(progress.stages.values()),
+        samples=progress.samples,
+        samples_per_second=progress.samples / progress.seconds if progress.seconds else 0.0,
+        dense_parameters=sum(p.numel() for p in trainer.task.model.parameters()),
+        sparse_parameters=sum((t.num_embeddings or 0) * t.embedding_dim for s in trainer.stores for t in s.tables),
+        best_step=progress.best_step,
+        stages=progress.stages,
+        tables=tables,
+        calibration=() if evaluation is None else evaluation.calibration,
+        config=flatten(config),
+        machine=machine_facts(),
+    )
+    write_report(result.report, record)
+    return result
+
+
+def _table_facts(trainer: Trainer) -> list[TableFacts]:
+    lookups = trainer.task.counters
+    return [
+        TableFacts(
+            name=table.name,
+            rows=table.num_embeddings,
+            dim=table.embedding_dim,
+            written=count_written(store, t),
+            lookups=sum(lookups.get(feature, 0) for feature in table.feature_names),
+            bytes=(table.num_embeddings or 0) * table.row_bytes,
+        )
+        for store in trainer.stores
+        for t, table in enumerate(store.tables)
+    ]
+
+
+def _summary(trainer: Trainer, progress: Any) -> str:
+    steps, size = f"{progress.step:,} steps", f"{trainer.config.global_batch_size:,} samples"
+    text = f"{steps} of {size}, {progress.step / max(len(trainer.batches), 1):.3g} passes over the data"
+    if progress.best_step is not None:
+        which = "these weights are tested" if trainer.config.test_weights == "best" else "the last weights are tested"
+        text += f"; best {trainer.task.monitor.upper()} at step {progress.best_step:,}, {which}"
+    if progress.stopped:
+        text += "; stopped early"
+    return text + "."
+
+
+def _check_same(path: Path, now: dict[str, Any]) -> None:
+    before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # The length of the run is free where the learning rate does not follow it.
+    free = FREE if now.get("lr_schedule") == "constant" else FREE - {"steps", "epochs"}
+    names = [n for n in {**before, **now} if n not in free and before.get(n) != now.get(n)]
+    if names:
+        raise SchemaMismatch(f"--resume: {path}", {n: before.get(n) for n in names}, {n: now.get(n) for n in names})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
