@@ -58,7 +58,7 @@ def _fake_forward(dense: Tensor | None, sparse: Tensor, dim: int) -> Tensor:
 
 
 def _fake_backward(grad: Tensor, dense: Tensor | None, sparse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    grad_dense = torch.empty_like(dense) if dense is not None else grad.new_empty(0)
+    grad_dense = grad.new_empty(sparse.shape[0] if dense is not None else 0, dim)
     return grad_dense, sparse.new_empty(sparse.shape)
 
 
