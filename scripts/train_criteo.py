@@ -1,0 +1,39 @@
+"""Train a click model on a Criteo log (Kaggle or Terabyte; tab-separated text, .gz, or Parquet).
+
+python scripts/train_criteo.py --data day_0.gz,day_1.gz --out runs/criteo --lr 0.02 --eval-every 1000 --patience 3
+"""
+
+from dataclasses import dataclass
+
+from dlrm.run import ClickConfig, build_trainer, test_loader
+from dlrm.source import DataConfig, open_data
+from embcache.train.flags import run
+from embcache.train.run import finish, open_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ClickConfig):
+    """Evaluation and loading."""
+
+    data: DataConfig
+
+
+def main(config: Config) -> None:
+    # The run's folder: config.yaml now, checkpoints and curves on the way, report.html at the end.
+    checkpoints = open_run(config.train, config)
+
+    # Log lines to columns, once; later runs with the same --columns start at once.
+    columns = open_data(config.data, config.train.out, "criteo")
+
+    # Tables, model, loaders, optimizers.
+    trainer = build_trainer(config, columns, checkpoints)
+    trainer.fit()
+
+    # The best weights (or the last) on the test rows.
+    result = finish(trainer, test_loader(config, columns), config, f"{config.model.model} on a Criteo log")
+    print(f"report {result.report}")
+    print("\n".join(result.lines()))
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)
