@@ -18,9 +18,10 @@ from dlrm.data.schema import Schema
 from dlrm.data.text import KEPT_BAD, column_kinds, expected_text, pack_texts
 
 
-def columns_of(path: Path) -> tuple[str, ...]:
-    """Column names of a Parquet file."""
-    return tuple(_open(path).schema_arrow.names)
+def describe(path: Path) -> tuple[tuple[str, ...], int]:
+    """Column names and number of rows of a Parquet file."""
+    file = _open(path)
+    return tuple(file.schema_arrow.names), int(file.metadata.num_rows)
 
 
 def record_batches(path: Path, columns: tuple[str, ...], start: int, block_bytes: int) -> Iterator[Any]:

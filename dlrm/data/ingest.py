@@ -168,7 +168,8 @@ class Ingest:
         s.arrays = {n: f.state for n, f in files.items()}
         self.chunks.commit(self._next_chunk, vars(s))
         self._next_chunk += 1
-        self.progress("read", s.rows, self._fraction(file, end))
+        share = (sum(self._sizes[:file]) + self.inputs[file].consumed) / max(sum(self._sizes), 1)
+        self.progress("read", s.rows, min(share, 1.0))
 
     def _tolerate(self, file: int, parsed: Parsed) -> None:
         s = self.state
@@ -184,10 +185,6 @@ class Ingest:
         return MalformedRow(
             str(self.inputs[file].path), self.state.line + bad.line, bad.column, bad.expected, bad.found
         )
-
-    def _fraction(self, file: int, end: int) -> float:
-        inside = end if self.inputs[file].kind == "text" else 0
-        return (sum(self._sizes[:file]) + inside) / max(sum(self._sizes), 1)
 
 
 def _direct_ids(parsed: Parsed, schema: Schema, ids: IdSpec, dtype: str) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from dlrm.data.arrow import ArrowFormat, columns_of, record_batches
+from dlrm.data.arrow import ArrowFormat, describe, record_batches
 from dlrm.data.errors import CorruptInput, MalformedRow
 from dlrm.data.parsed import Parsed
 from dlrm.data.schema import Schema
@@ -35,13 +35,16 @@ class Input:
 
     def __init__(self, path: Path, schema: Schema) -> None:
         self.path, self.schema = path, schema
+        self._bytes, self._rows = path.stat().st_size, 0
         with path.open("rb") as f:
             magic = f.read(4)
         self.kind = "parquet" if magic == b"PAR1" else "gzip" if magic[:2] == b"\x1f\x8b" else "text"
         self._format: TextFormat | ArrowFormat
         self.header_bytes = 0
+        self.consumed = 0  # bytes of the file behind the last block: a measure of progress only
         if self.kind == "parquet":
-            self._format = ArrowFormat.bind(schema, columns_of(path), str(path))
+            names, self._rows = describe(path)
+            self._format = ArrowFormat.bind(schema, names, str(path))
             return
         names = schema.columns
         if schema.header:
@@ -71,6 +74,7 @@ class Input:
             at = start
             for batch in record_batches(self.path, self.schema.used_columns, start, block_bytes):
                 at += batch.num_rows
+                self.consumed = self._bytes * at // max(self._rows, 1)
                 yield RawBlock(batch, at)
             return
         with self._open() as f:
@@ -103,6 +107,7 @@ class Input:
             buffer[: len(kept)] = kept
             room = memoryview(buffer)[len(kept) : -1]
             got = self._guard(lambda room=room: _fill(f, room)) + len(kept)
+            self.consumed = getattr(f, "fileobj", f).tell()
             if got == 0:
                 return
             end = buffer.rfind(b"\n", 0, got) + 1

@@ -39,9 +39,9 @@ from embcache.jagged import KeyedJaggedTensor
 DEFAULT_TABLES = (100_000, 50_000, 20_000, 10_000, 10_000, 5_000, 5_000, 2_000, 2_000, 2_000, 1_000, 1_000, 1_000, 500,
                   500, 300, 200, 100, 100, 50, 50, 30, 20, 10, 4, 3)  # fmt: skip
 CHUNK = 32_768
-OWN, PAIRS, DENSE = 0.6, 0.2, 0.2
-PAIR_MAX = 1_000
-FADE = 0.15
+OWN, PAIRS, DENSE = 0.7, 0.1, 0.2
+PAIR_MAX = 200
+FADE, CURVE = 0.2, 0.25
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class SyntheticConfig:
     rows: int = 1_000_000
     tables: tuple[int, ...] = DEFAULT_TABLES
     n_dense: int = 13
-    alpha: float | tuple[float, ...] = 1.05
+    alpha: float | tuple[float, ...] = 1.1
     click_rate: float = 0.25
-    spread: float = 1.5
-    pairs: int = 12
+    spread: float = 1.6
+    pairs: int = 6
     rank: int = 2
     drift: float = 0.0
     missing: float = 0.1
@@ -248,8 +248,8 @@ def _plant(c: SyntheticConfig) -> sk.Model:
     effect *= np.sqrt(OWN / max((effect**2).sum(), 1e-12))
     able = np.flatnonzero((cards >= 4) & (cards <= PAIR_MAX))
     count = c.pairs if able.size >= 2 else 0
-    pairs = np.array([rng.choice(able, 2, replace=False) for _ in range(count)], np.int64).reshape(-1, 2)
-    slope, curve = rng.normal(size=c.n_dense), 0.4 * rng.normal(size=c.n_dense)
+    pairs = np.array([rng.permutation(able)[:2] for _ in range(count)], np.int64).reshape(-1, 2)
+    slope, curve = rng.normal(size=c.n_dense), CURVE * rng.normal(size=c.n_dense)
     norm = np.sqrt(DENSE / max((slope**2 + 2 * curve**2).sum(), 1e-12))
     third = np.arange(max(tables, c.n_dense)) % 3 == 2
     gamma = 1.0 - np.broadcast_to(np.asarray(c.alpha, np.float64), tables)

@@ -2,8 +2,8 @@
 
 Every chunk left its distinct keys, in 32 parts by hash, and codes into them. Three steps, none of which holds more
 than the memory budget: ``count`` the codes of training rows; for every table add up its keys' counts, part by part if
-all of them do not fit, and ``order`` the frequent ones (an external sort by samples if need be); ``map`` each dictionary
-to rows. The outcome does not depend on chunks, threads or budget.
+they do not fit together, and ``order`` the frequent ones (by an external sort if need be); ``map`` each dictionary to
+rows. The outcome does not depend on chunks, threads or budget.
 """
 
 from __future__ import annotations
