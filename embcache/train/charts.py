@@ -169,11 +169,12 @@ def duration(seconds: float) -> str:
     """
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {round(seconds % 60) % 60} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 class _Axis:

@@ -143,6 +143,9 @@ for(const figure of document.querySelectorAll('[data-chart]')){
     }
   });
 }
+const root=document.documentElement;
+root.dataset.width=root.scrollWidth;root.dataset.window=innerWidth;
+addEventListener('load',()=>{root.dataset.requests=performance.getEntriesByType('resource').length});
 """
 
 # Nothing may be fetched, whatever a configuration value contains.
