@@ -20,7 +20,7 @@ from .errors import UnknownFeature
 from .jagged import KeyedJaggedTensor
 
 TABLE, POOL, FIRST, BAGS, TENSOR, OFFSET, STRIDE = range(7)
-NONE = POOLING["none"]
+SUM, NONE = POOLING["sum"], POOLING["none"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PartLayout:
         tables, dims: of the features, in output order.
         order: position in ``names`` of each row of ``features`` (rows ascend in the batch's bag order).
         columns: position in the batch's keys, in output order.
-        features: int64 [F, 7] in units of the batch's bags; complete for pooled parts.
+        features: int64 [F, 7] in units of the batch's bags; for unpooled parts only good for checking ids.
         pooled: whether bags are pooled.
         shape: of the output, for pooled parts.
     """
@@ -106,7 +106,8 @@ class LayoutCache:
         for name, i, dim in zip(names, columns, dims, strict=True):
             table = self._owner[name]
             stride = sum(dims) if uniform else dim
-            rows.append((table, POOLING[self._table(name).pooling], first[i], strides[i], 0, offset, stride))
+            pooling = POOLING[self._table(name).pooling] if pooled else SUM  # unpooled: for checks over bags only
+            rows.append((table, pooling, first[i], strides[i], 0, offset, stride))
             offset += dim if uniform else dim * strides[i]
         order = tuple(sorted(range(len(names)), key=lambda k: columns[k]))
         return PartLayout(

@@ -13,7 +13,7 @@ from . import options
 from .config import TableConfig
 from .errors import BadJagged, StaleLookup
 from .jagged import KeyedJaggedTensor
-from .layout import BAGS, FIRST, OFFSET, STRIDE, TABLE, TENSOR, PartLayout
+from .layout import BAGS, FIRST, OFFSET, POOL, STRIDE, SUM, TABLE, TENSOR, PartLayout
 from .tiers.base import FrontTier
 
 
@@ -118,18 +118,24 @@ class Part:
             return torch.cat(blocks, dim=1)
         return torch.cat([block.reshape(-1) for block in blocks])
 
-    def update_features(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """(features, gradient) for an update: strides follow the gradient's, which is copied only where it must be."""
+    def readable(self, grad: Tensor) -> Tensor:
+        """``grad`` with contiguous rows that do not overlap: itself, or a copy where autograd gave something else."""
         if len(self.shape) == 1:
-            return self.features, grad.contiguous()
+            return grad.contiguous()
         rows, columns = self.shape
         if columns and (grad.stride(1) != 1 or (rows > 1 and grad.stride(0) < columns)):
-            grad = grad.contiguous()
-        if rows <= 1 or grad.stride(0) == columns:
-            return self.features, grad
+            return grad.contiguous()
+        return grad
+
+    def update_features(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """(features, contiguous tensor) for an update with a readable gradient: a slice of columns of a larger matrix
+        is passed as the stretch of memory it lies in, its row stride in the features."""
+        if grad.is_contiguous() or grad.numel() == 0:
+            return self.features, grad.contiguous()
+        rows, columns = self.shape
         features = self.features.clone()
         features[:, STRIDE] = grad.stride(0)
-        return features, grad
+        return features, grad.as_strided(((rows - 1) * grad.stride(0) + columns,), (1,))
 
     def adjusted(self, grad: Tensor, tables: Sequence[TableConfig]) -> tuple[Part, Tensor]:
         """This part as an update must see it where a table scales by frequency or has a padding id."""
@@ -263,6 +269,8 @@ def _concatenate(pending: Sequence[Gathered]) -> Update:
         mine = mine.clone()
         mine[:, FIRST] += bags
         mine[:, TENSOR] = k
+        if jagged and part.offsets is None:
+            mine[:, POOL] = SUM  # of one id
         features.append(mine)
         grads.append(grad)
         n = slots[k].numel()

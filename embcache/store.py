@@ -175,7 +175,7 @@ class EmbeddingStore:
         slots, slabs = part.slots(), self._slabs
         if self._normed:
             slabs, slots = self._overlaid(part, slots)
-        features, grad = part.update_features(grad)
+        features, grad = part.update_features(part.readable(grad))
         return self.kernels.grad_weights(slabs, self._described, features, slots, part.offsets, [grad])
 
     # gradients --------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class EmbeddingStore:
 
     def gather(self, part: Part, grad: Tensor) -> None:
         """Keep the gradient of a part's output for the next step; NaN and infinity are found here."""
-        grad = grad.detach()
+        grad = part.readable(grad.detach())
         bad = self.check_finite and not self.kernels.all_finite([grad])
         tables = [t for t in set(part.layout.tables) if t not in self.frozen]
         if not self._pending:

@@ -87,8 +87,8 @@ def _adam_parts(
     b1, b2, eps = (_number(h[i], w) for i in (3, 4, 2))
     m, v = state[:, :dim], state[:, dim : dim + 1] if row_wise else state[:, dim : 2 * dim]
     square = lane_sum(g * g) / dim if row_wise else g * g
-    m = b1 * m + (1 - b1) * g
-    v = b2 * v + (1 - b2) * square
+    m = b1 * m + _number(1 - h[3], w) * g
+    v = b2 * v + _number(1 - h[4], w) * square
     parts = [m, v]
     if flags & 8:
         t = state[:, -1:] + 1
