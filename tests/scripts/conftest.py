@@ -1,0 +1,35 @@
+"""Runs a script in this process: flags in, what it printed out."""
+
+import contextlib
+import io
+
+import pytest
+from scripting import load
+
+from dlrm.data import SyntheticConfig, SyntheticLog
+from embcache.train.flags import parse
+
+
+@pytest.fixture
+def script():
+    """``script(name, *flags) -> (lines printed, {last words: value})``."""
+
+    def call(name, *flags):
+        module = load(name)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            module.main(parse(module.Config, [str(f) for f in flags]))
+        lines = out.getvalue().splitlines()
+        last = [line.rsplit(" ", 1) for line in lines if line.startswith(("loss ", "test "))]
+        return lines, {words.removeprefix("test "): float(value) for words, value in last}
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def criteo_log(tmp_path_factory):
+    """20,000 lines in Criteo's format with something to learn."""
+    path = tmp_path_factory.mktemp("criteo") / "log.tsv"
+    tables = (400, 300, 200, 100, 50, 30, 20, 10, 8, 6, 5, 4, 3) * 2
+    SyntheticLog(SyntheticConfig(rows=20_000, tables=tables, spread=2.5, test=0.2)).write(path)
+    return path

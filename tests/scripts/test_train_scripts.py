@@ -1,0 +1,246 @@
+"""Every training script runs end to end, learns, and ends with the promised lines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import yaml
+from scripting import SCRIPTS, SMALL, load
+
+from embcache.errors import SchemaMismatch
+from embcache.train.flags import parse, run
+
+DLRM = ["--bottom-mlp", "16,8", "--top-mlp", "32"]
+
+
+def check_run(out, last):
+    """What every run leaves behind."""
+    assert list(last) == ["loss", "auc", "ne", "logloss", "calibration"]
+    assert json.loads((out / "result.json").read_text())["test"]["auc"] == pytest.approx(last["auc"], abs=1e-4)
+    assert (out / "report.html").stat().st_size > 10_000
+    assert (out / "history.jsonl").exists()
+    assert yaml.safe_load((out / "config.yaml").read_text())["out"] == str(out)
+
+
+def test_criteo_end_to_end(script, criteo_log, tmp_path):
+    flags = ["--data", criteo_log, "--split", "last:0.1,0.2", "--lr", 0.05, "--eval-every", 10, "--epochs", 2]
+    lines, last = script("train_criteo", *flags, *SMALL, *DLRM, "--out", tmp_path / "run")
+    check_run(tmp_path / "run", last)
+    assert last["auc"] > 0.72
+    assert last["ne"] < 0.95
+    assert lines[-5].startswith("loss ")
+    assert lines[-4].startswith("test auc 0.")
+    text = (tmp_path / "run" / "report.html").read_text()
+    for words in ("rows touched", "C26", "Calibration", "embedding update", "waiting for data"):
+        assert words in text
+
+
+@pytest.mark.parametrize("model", ["dcnv2", "deepfm", "finalmlp"])
+def test_every_model_learns(script, criteo_log, tmp_path, model):
+    sizes = {"dcnv2": ["--deep-mlp", "32", "--cross-layers", 1], "deepfm": ["--deep-mlp", "32"]}
+    sizes["finalmlp"] = ["--mlp1", "32", "--mlp2", "32"]
+    flags = ["--data", criteo_log, "--model", model, "--lr", 0.05, "--split", "last:0,0.2", *sizes[model]]
+    _, last = script("train_criteo", *flags, *SMALL, "--out", tmp_path / "run")
+    assert last["auc"] > 0.65
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--dense-optimizer adam --dense-lr 0.003 --sparse-optimizer adam --sparse-lr 0.003 --clip-norm 1",
+        "--micro-batches 4 --lr 0.05 --warmup-steps 5 --lr-schedule cosine --table-dtype bf16 --dense-dtype bf16",
+        "--dense-optimizer adamw --dense-lr 0.003 --sparse-optimizer ftrl --sparse-lr 0.1 --dropout 0.1 --monitor ne",
+    ],
+)
+def test_settings_reach_the_training(script, criteo_log, tmp_path, flags):
+    _, last = script(
+        "train_criteo",
+        "--data",
+        criteo_log,
+        "--split",
+        "last:0.1,0.2",
+        *flags.split(),
+        *SMALL,
+        *DLRM,
+        "--out",
+        tmp_path,
+    )
+    check_run(tmp_path, last)
+    assert last["auc"] > 0.6
+
+
+def test_preprocessed_columns_are_used_again(script, criteo_log, tmp_path):
+    common = [*SMALL, *DLRM, "--steps", 5]
+    first = ["--data", criteo_log, "--columns", tmp_path / "columns"]
+    _, a = script("train_criteo", *first, *common, "--out", tmp_path / "a")
+    _, b = script("train_criteo", "--data", tmp_path / "columns", *common, "--out", tmp_path / "b")
+    assert a == b
+
+
+def test_hashed_ids(script, criteo_log, tmp_path):
+    _, last = script("train_criteo", "--data", criteo_log, "--ids", "hash:500", "--lr", 0.05, *SMALL, *DLRM,
+                     "--out", tmp_path)  # fmt: skip
+    assert last["auc"] > 0.6
+
+
+def avazu_csv(path, rows=6000):
+    """Avazu's columns; the site and the banner decide."""
+    rng = np.random.default_rng(0)
+    head = "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,"
+    head += "device_ip,device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
+    lines = [head]
+    for i in range(rows):
+        site, banner = int(rng.integers(20)), int(rng.integers(3))
+        click = int(rng.random() < 1 / (1 + np.exp(2.5 - 0.2 * site + banner)))
+        ids = ",".join(f"{int(rng.integers(50)):08x}" for _ in range(8))
+        numbers = ",".join(str(int(n)) for n in rng.integers(1, 20, 8))
+        kinds = f"{rng.integers(3)},{rng.integers(3)}"
+        hour = f"141021{i * 24 // rows:02d}"
+        lines.append(f"{i},{click},{hour},1005,{banner},{site:08x},{ids},{kinds},{numbers}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_avazu_end_to_end(script, tmp_path):
+    data = avazu_csv(tmp_path / "train.csv")
+    flags = ["--data", data, "--split", "random:0.1,0.2,1", "--lr", 0.1, "--epochs", 2]
+    _, last = script("train_avazu", *flags, *SMALL, *DLRM, "--out", tmp_path / "run")
+    check_run(tmp_path / "run", last)
+    assert last["auc"] > 0.7
+
+
+def test_own_table_end_to_end(script, tmp_path):
+    rng = np.random.default_rng(0)
+    user, price = rng.integers(0, 30, 4000), rng.random(4000)
+    clicked = rng.random(4000) < 1 / (1 + np.exp(1.5 - 0.1 * user + price))
+    rows = "\n".join(f"{int(c)},{p:.3f},u{u}" for c, p, u in zip(clicked, price, user, strict=True))
+    (tmp_path / "clicks.csv").write_text("clicked,price,user\n" + rows + "\n")
+    (tmp_path / "clicks.yaml").write_text(
+        "label: {column: clicked}\ndense: [{column: price}]\n"
+        'categorical: [{column: user, encoding: string}]\ndelimiter: ","\nheader: true\n'
+    )
+    flags = ["--data", tmp_path / "clicks.csv", "--schema", tmp_path / "clicks.yaml", "--split", "random:0,0.25,1"]
+    _, last = script("train_table", *flags, "--lr", 0.1, "--epochs", 3, *SMALL, *DLRM, "--out", tmp_path / "run")
+    check_run(tmp_path / "run", last)
+    assert last["auc"] > 0.65
+
+
+def test_synthetic_end_to_end(script, tmp_path):
+    flags = ["--samples", 30_000, "--rows", 1300, "--n-dense", 4, "--alpha", 1.2, "--lr", 0.05]
+    lines, last = script("train_synthetic", *flags, *SMALL, *DLRM, "--out", tmp_path / "run")
+    check_run(tmp_path / "run", last)
+    best = float(next(line for line in lines if line.startswith("best possible auc")).split()[3].rstrip(","))
+    assert 0.6 < last["auc"] < best
+
+
+def test_demo_end_to_end(script, tmp_path):
+    lines, last = script("demo", "--rows", 40_000, "--out", tmp_path / "demo")
+    assert last["auc"] > 0.65
+    assert any("of the way from a coin to the best" in line for line in lines)
+    assert any(str(tmp_path / "demo" / "report.html") in line for line in lines)
+    assert "best possible" in (tmp_path / "demo" / "report.html").read_text()
+    _, same = script("demo", "--rows", 40_000, "--out", tmp_path / "demo")
+    assert same == last
+    _, other = script("demo", "--rows", 41_000, "--out", tmp_path / "demo")
+    assert other != last
+
+
+# resume ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_resumes_to_the_same_end(script, criteo_log, tmp_path):
+    flags = ["--data", criteo_log, "--columns", tmp_path / "columns", "--split", "last:0.1,0.2", "--lr", 0.05]
+    flags += [*SMALL, *DLRM, "--epochs", 4, "--checkpoint-every", 9, "--eval-every", 20, "--dropout", 0.1]
+    _, whole = script("train_criteo", *flags, "--out", tmp_path / "whole")
+
+    out = tmp_path / "killed"
+    command = [sys.executable, SCRIPTS / "train_criteo.py", *flags, "--out", out]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([str(c) for c in command], env=env, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (out / "checkpoints" / "manifest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait(timeout=30) in (-signal.SIGKILL, 0)
+    assert (out / "checkpoints" / "manifest.json").exists()
+
+    _, resumed = script("train_criteo", *flags, "--out", out, "--resume")
+    assert resumed == whole
+    a, b = ((tmp_path / name / "result.json").read_text() for name in ("whole", "killed"))
+    assert a == b
+    states = [sorted((tmp_path / n / "checkpoints").glob("generation-*"))[-1] for n in ("whole", "killed")]
+    files = sorted(p.name for p in states[0].glob("*.safetensors"))
+    assert files == sorted(p.name for p in states[1].glob("*.safetensors"))
+    assert all((states[0] / f).read_bytes() == (states[1] / f).read_bytes() for f in files)
+
+
+def test_an_existing_run_is_not_overwritten(script, criteo_log, tmp_path):
+    flags = ["--data", criteo_log, *SMALL, *DLRM, "--steps", 2, "--out", tmp_path / "run"]
+    script("train_criteo", *flags)
+    with pytest.raises(FileExistsError, match=r"already holds a run: go on with it \(--resume\)"):
+        script("train_criteo", *flags)
+    with pytest.raises(SchemaMismatch, match=r"saved {'lr': 0.01}, declared {'lr': 0.5}"):
+        script("train_criteo", *flags, "--resume", "--lr", 0.5)
+    script("train_criteo", *flags, "--resume", "--steps", 4)
+
+
+# messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("train_criteo", "", "the following arguments are required: --data"),
+        ("train_criteo", "--data x --cross-layers 3", "--cross-layers is no option of dlrm"),
+        ("train_criteo", "--data x --model gpt", "invalid choice: 'gpt'"),
+        ("train_criteo", "--data x --split sometimes", "split 'sometimes'"),
+        ("train_criteo", "--data x --ids words", "ids 'words'"),
+        ("train_criteo", "--data x --micro-batches 0", "--micro-batches must be at least 1"),
+        ("train_criteo", "--data x --schedule sync", "unrecognized arguments: --schedule sync"),
+        ("train_criteo", "--data x --tiers lmdb", "invalid choice: 'lmdb'"),
+        ("train_table", "--data x", "the following arguments are required: --schema"),
+        ("train_synthetic", "--rows 3", "--rows 3: at least 3 for each of the 26 tables"),
+    ],
+)
+def test_bad_flags(name, flags, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(load(name).Config, flags.split())
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("train_criteo", "--data absent.tsv", "absent.tsv"),
+        ("train_criteo", "--data bad.tsv", "bad.tsv, line 1"),
+        ("train_table", "--data bad.tsv --schema absent.yaml", "absent.yaml"),
+    ],
+)
+def test_mistakes_end_in_one_line(name, flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.tsv").write_text("1\tx\n")
+    module = load(name)
+    monkeypatch.setattr(sys, "argv", [name, *flags.split(), "--out", "run"])
+    with pytest.raises(SystemExit) as stop:
+        run(module.main, module.Config)
+    assert str(stop.value.code).startswith("error: ")
+    assert message in str(stop.value.code)
+
+
+@pytest.mark.parametrize("name", ["train_criteo", "train_avazu", "train_table", "train_synthetic", "demo"])
+def test_help_explains_and_promises_nothing_that_is_not_there(name, capsys):
+    module = load(name)
+    with pytest.raises(SystemExit) as stop:
+        parse(module.Config, ["--help"], module.__doc__)
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--out" in text
+    assert "--seed" in text
+    for later in ("--schedule", "--plan", "--wire", "--balance", "--depth", "lmdb", "--cache-rows"):
+        assert later not in text

@@ -1,6 +1,0 @@
-"""Makes the toy task of this folder importable under every import mode."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
