@@ -19,6 +19,7 @@ A processor without bf16 matrix instructions (AVX512-bf16, AMX) runs bf16 layers
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
@@ -28,11 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import itertools
-
 from _bench import (
     Worker,
     WorkerError,
@@ -135,7 +131,7 @@ def build_ours(work: dict[str, Any]) -> dict[str, Callable[[int], float]]:
             loss.backward()
             dense_optimizer.step()
             sparse_optimizer.step()
-            return float(loss)
+            return float(loss.detach())
 
         return step
 
@@ -178,7 +174,7 @@ def build_torchrec(work: dict[str, Any]) -> dict[str, Callable[[int], float]]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            return float(loss)
+            return float(loss.detach())
 
         return step
 
@@ -231,7 +227,7 @@ def build_plain(work: dict[str, Any]) -> dict[str, Callable[[int], float]]:
             loss.backward()
             optimizer.step()
             sparse_optimizer.step()
-            return float(loss)
+            return float(loss.detach())
 
         return step
 

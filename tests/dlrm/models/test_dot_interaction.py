@@ -213,3 +213,23 @@ def test_fm_is_the_sum_over_pairs() -> None:
     assert torch.autograd.gradcheck(fm_interaction, (fields,))
     assert torch.equal(fm_interaction(fields[:, :1]), torch.zeros(5, 1, dtype=torch.float64))
     assert fm_interaction(fields[:0]).shape == (0, 1)
+
+
+@needs_native
+@pytest.mark.parametrize(("batch", "features", "dim"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_instruction_set_gives_the_same_bits(batch: int, features: int, dim: int, dtype: torch.dtype) -> None:
+    from embcache.kernels import native
+
+    dense, sparse = inputs(batch, features, dim, dtype)
+    results, before = [], native.isa()
+    try:
+        for isa in native.isas():
+            native.set_isa(isa)
+            out = torch.ops.embcache.dot_interaction(dense, sparse, dim)
+            grads = torch.ops.embcache.dot_interaction_backward(out, dense, sparse, dim)
+            results.append([t.contiguous().view(torch.uint8) for t in (out, *grads)])
+    finally:
+        native.set_isa(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
