@@ -1,5 +1,5 @@
-"""Answers that FBGEMM 1.8 and TorchRec 1.8 get wrong on CPU; ours are right. Where fbgemm_gpu is installed, each test
-also shows that the peer still errs, so that this list stays true."""
+"""Answers that FBGEMM 1.8 and TorchRec 1.8 get wrong on CPU; ours are right. Where they are installed, each
+of the peer's answers is shown to be wrong still, so that this list stays true."""
 
 from __future__ import annotations
 
@@ -54,6 +54,59 @@ def test_peer_still_ignores_weight_decay(rows: torch.Tensor) -> None:
     op = peer("sum", rows, learning_rate=0.1, weight_decay=0.5)
     op(IDS, OFFSETS).sum().backward()
     assert torch.allclose(op.split_embedding_weights()[0][3], row_wise(rows[3], torch.ones(4), 0.1, 0.0), rtol=1e-4)
+
+
+def test_peer_still_ignores_max_norm(rows: torch.Tensor) -> None:
+    op = peer("sum", rows * 10, learning_rate=0.1, max_norm=1.0)
+    op(IDS, OFFSETS).sum().backward()
+    assert bool((op.split_embedding_weights()[0][IDS].norm(dim=1) > 1.5).all())
+
+
+def test_peer_still_rounds_to_nearest() -> None:
+    types = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
+    op = peer("sum", torch.ones(4, 256), learning_rate=1e-4, weights_precision=types.SparseType.FP16,
+              stochastic_rounding=True)  # fmt: skip
+    for _ in range(100):
+        op(torch.tensor([2]), torch.tensor([0, 1])).sum().backward()
+    assert torch.equal(op.split_embedding_weights()[0][2].float(), torch.ones(256))
+
+
+def test_peer_still_errs_in_the_weighted_mean(rows: torch.Tensor) -> None:
+    """Its rows move as if the bag's length did not divide the gradient that its forward divided."""
+    op = peer("mean", rows, learning_rate=1.0)
+    weights = torch.tensor([0.5, 2.0, 3.0, 4.0])
+    out = op(IDS, OFFSETS, weights)
+    assert torch.allclose(out[0], (0.5 * rows[1] + 5 * rows[2]) / 3, rtol=1e-5)
+    weights.requires_grad_()
+    op(IDS, OFFSETS, weights).sum().backward()
+    right = rows.sum(1)[IDS] / torch.tensor([3.0, 3.0, 3.0, 1.0])
+    assert not torch.allclose(weights.grad, right, rtol=1e-2)
+
+
+def test_peer_still_drops_ids_before_the_first_offset(rows: torch.Tensor) -> None:
+    op = peer("sum", rows, learning_rate=0.1)
+    assert torch.allclose(op(IDS, torch.tensor([1, 3, 4]))[0], 2 * rows[2])
+
+
+def test_peer_still_puts_row_zero_in_place_of_a_bad_id(rows: torch.Tensor) -> None:
+    op = peer("sum", rows, learning_rate=0.1)
+    assert torch.allclose(op(torch.tensor([1, 2, 7, 3]), OFFSETS)[0], rows[1] + rows[2] + rows[0])
+
+
+def test_peer_still_raises_without_samples() -> None:
+    torchrec = pytest.importorskip("torchrec")
+    config = torchrec.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])
+    none = torch.tensor([], dtype=torch.int64)
+    with pytest.raises(IndexError):
+        torchrec.EmbeddingBagCollection(tables=[config])(torchrec.KeyedJaggedTensor(["f"], none, lengths=none))
+
+
+def test_peer_still_lets_nan_into_a_row(rows: torch.Tensor) -> None:
+    op = peer("sum", rows, learning_rate=0.1)
+    g = torch.ones(2, 4)
+    g[1, 2] = float("nan")
+    op(IDS, OFFSETS).backward(g)
+    assert bool(op.split_embedding_weights()[0][3].isnan().all())
 
 
 def test_max_norm_bounds_rows(backend: str, rows: torch.Tensor) -> None:
