@@ -9,7 +9,7 @@ import torch
 
 import embcache as ec
 from dlrm.data.loader import Loader
-from dlrm.models import build, options, published_init
+from dlrm.models import MODELS, build, options, published_init
 from dlrm.task import ClickTask
 from embcache.checkpoint import Checkpoints
 from embcache.optim import Rule
@@ -20,7 +20,7 @@ from embcache.train.optimizers import OptimizerConfig, dense_optimizer, sparse_r
 from embcache.train.run import observers
 from embcache.train.state import seed_all
 
-__all__ = ["ClickConfig", "ModelConfig", "build_tables", "build_trainer", "test_loader"]
+__all__ = ["ClickConfig", "ModelConfig", "build_tables", "build_trainer", "model_name", "test_loader"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -129,6 +129,15 @@ def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> T
         checkpoints,
         observers(train),
     )
+
+
+def model_name(config: ClickConfig) -> str:
+    """The model's name as people write it.
+
+    >>> model_name(ClickConfig(model=ModelConfig(model="dcnv2")))
+    'DCNv2'
+    """
+    return MODELS[config.model.model].__name__
 
 
 def test_loader(config: ClickConfig, data: Any) -> Loader | None:

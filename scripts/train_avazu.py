@@ -5,7 +5,7 @@ python scripts/train_avazu.py --data train.gz --split time:1,1 --out runs/avazu 
 
 from dataclasses import dataclass
 
-from dlrm.run import ClickConfig, build_trainer, test_loader
+from dlrm.run import ClickConfig, build_trainer, model_name, test_loader
 from dlrm.source import DataConfig, open_data
 from embcache.train.flags import run
 from embcache.train.run import finish, open_run
@@ -30,7 +30,7 @@ def main(config: Config) -> None:
     trainer.fit()
 
     # The best weights (or the last) on the test rows.
-    result = finish(trainer, test_loader(config, columns), config, f"{config.model.model} on an Avazu log")
+    result = finish(trainer, test_loader(config, columns), config, f"{model_name(config)} on an Avazu log")
     print(f"report {result.report}")
     print("\n".join(result.lines()))
 

@@ -14,7 +14,7 @@ The schema names the label, the numbers and the ids, for example:
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm.run import ClickConfig, build_trainer, test_loader
+from dlrm.run import ClickConfig, build_trainer, model_name, test_loader
 from dlrm.source import DataConfig, open_data
 from embcache.train.flags import flag, run
 from embcache.train.run import finish, open_run
@@ -35,7 +35,7 @@ def main(config: Config) -> None:
     trainer = build_trainer(config, columns, checkpoints)
     trainer.fit()
 
-    result = finish(trainer, test_loader(config, columns), config, f"{config.model.model} on {config.data.data[0]}")
+    result = finish(trainer, test_loader(config, columns), config, f"{model_name(config)} on {config.data.data[0]}")
     print(f"report {result.report}")
     print("\n".join(result.lines()))
 

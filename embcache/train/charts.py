@@ -54,7 +54,7 @@ def line_chart(
         return ""
     x_axis = _axis([x for s in shown for x in s.x] + [m.x for m in marks if m.x is not None], steps=5, pad=0.0)
     heights = [y for s in shown for y in _without_outliers(s.y)]
-    y_axis = _axis(heights + [m.y for m in marks if m.y is not None] + ([0.0] if zero else []), steps=4, pad=0.06)
+    y_axis = _axis(heights + _room(heights, marks) + ([0.0] if zero else []), steps=4, pad=0.06)
     lines, dots = [], []
     for s in shown:
         if s.raw is not None:
@@ -244,11 +244,19 @@ def _mark_line(m: Mark, x_axis: _Axis, y_axis: _Axis) -> str:
 
 def _mark_label(m: Mark, x_axis: _Axis, y_axis: _Axis) -> str:
     if m.y is not None:
-        side = "under" if y_axis.at(m.y) > 0.5 else "over"
+        side = "over" if y_axis.at(m.y) > 0.5 else "under"
         return f'<span class="mark-label {side}" style="left:4px;bottom:{y_axis.percent(m.y)}">{escape(m.label)}</span>'
     at = x_axis.at(m.x or 0.0)
     place = f"right:{100 - 100 * at:.2f}%" if at > 0.5 else f"left:{100 * at:.2f}%"
     return f'<span class="mark-label event" style="{place};top:0">{escape(m.label)}</span>'
+
+
+def _room(heights: Sequence[float], marks: Sequence[Mark]) -> list[float]:
+    """Heights that keep room for the labels of horizontal marks beyond the data."""
+    values = [m.y for m in marks if m.y is not None]
+    low, high = min([*heights, *values]), max([*heights, *values])
+    away = [v + (0.13 if v > (low + high) / 2 else -0.13) * (high - low) for v in values]
+    return values + away
 
 
 def _finite(s: Series) -> Series:

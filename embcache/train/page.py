@@ -102,14 +102,14 @@ min-width:0}
 dt{color:var(--soft);white-space:nowrap}
 dd{margin:0;text-align:right;overflow-wrap:anywhere;min-width:0}
 footer{margin-top:30px;font-size:12.5px;color:var(--soft);text-align:center}
-@media(max-width:820px){main{padding:24px 14px 40px}.hero{grid-template-columns:1fr}.lead{border-right:0;
+@media screen and (max-width:820px){main{padding:24px 14px 40px}.hero{grid-template-columns:1fr}.lead{border-right:0;
 border-bottom:1px solid var(--line)}
 .facts{grid-template-columns:repeat(2,1fr)}.grid2,.grid3,.split{grid-template-columns:minmax(0,1fr)}
 .card{padding:16px}.hero.card{padding:0}
 h1{font-size:23px}.facts .value{font-size:21px}.facts div{padding:14px 16px}.wide .area{height:220px}}
 @media print{:root{--bg:#fff;--shadow:none}body{font-size:12px;print-color-adjust:exact;
 -webkit-print-color-adjust:exact}main{padding:0;max-width:none}
-.card,figure{break-inside:avoid}h2{break-after:avoid}.area{height:180px}}
+.card:not(.long),figure{break-inside:avoid}h2{break-after:avoid}.area{height:180px}}
 """
 
 SCRIPT = """

@@ -209,14 +209,14 @@ def _time_and_calibration(r: RunRecord) -> str:
 def _tables(r: RunRecord) -> str:
     if not r.tables:
         return ""
-    ordered = sorted(r.tables, key=lambda t: (-t.lookups, t.name))
+    ordered = sorted(r.tables, key=lambda t: (-t.lookups, -t.written))
     rows, shares = [], []
     for t in ordered[:_SHOWN_TABLES]:
         share = t.written / t.rows if t.rows else 0.0
         touched = f"{share:.1%}" if t.rows else "–"
         declared = f"{t.rows:,}" if t.rows else "unbounded"
         per_row = f"{t.lookups / t.written:,.1f}" if t.written else "–"
-        counts = (f"{t.written:,}", declared, str(t.dim), compact(t.lookups), per_row, compact(t.bytes) + "B")
+        counts = (f"{t.written:,}", declared, str(t.dim), compact(t.lookups), per_row, _bytes(t.bytes))
         rows.append((t.name, touched, *counts))
         shares.append(share)
     headers = ("table", "rows touched", "touched", "rows", "dim", "lookups", "lookups a touched row", "memory")
@@ -225,7 +225,7 @@ def _tables(r: RunRecord) -> str:
     written, lookups = sum(t.written for t in r.tables), sum(t.lookups for t in r.tables)
     total = f"{compact(written)} rows touched by {compact(lookups)} lookups, most-hit tables first"
     table = bar_table(headers, rows, shares)
-    return f'<div class="card"><p class="note total">{total}</p>{table}{more}</div>'
+    return f'<div class="card long"><p class="note total">{total}</p>{table}{more}</div>'
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
@@ -274,6 +274,11 @@ def _config_value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _bytes(size: int) -> str:
+    text = compact(size)
+    return text + ("B" if " " in text else " B")
 
 
 def _capital(text: str) -> str:
