@@ -43,7 +43,7 @@ def settings(out: Path, log: Path, rows: int, seed: int) -> DemoConfig:
     steps = max(1, int(0.85 * rows) // train.global_batch_size)
     return DemoConfig(
         train=replace(train, eval_every=max(1, steps // 8)),
-        optimizer=OptimizerConfig(lr=0.02, lr_schedule="linear", warmup_steps=min(100, steps // 10)),
+        optimizer=OptimizerConfig(lr=0.08, lr_schedule="linear", warmup_steps=min(100, steps // 10)),
         model=ModelConfig(dim=16, bottom_mlp=(64, 16), top_mlp=(128, 64)),
         data=DataConfig(data=(str(log),), columns=out / "columns", split="last:0.05,0.1"),
     )

@@ -165,7 +165,7 @@ def duration(seconds: float) -> str:
     """Seconds for people.
 
     >>> [duration(s) for s in (0.004, 2.5, 75, 4000)]
-    ['4 ms', '2.5 s', '1 min 15 s', '1 h 7 min']
+    ['4 ms', '2.5 s', '1 min 15 s', '1 h 6 min']
     """
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from embcache.train.flags import flag
 
 __all__ = ["TrainConfig"]
@@ -42,5 +44,11 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        try:
+            kind = torch.device(self.device).type
+        except RuntimeError as error:
+            raise ValueError(f"--device {self.device}: {str(error).splitlines()[0]}") from None
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device {self.device}: there is no such device here")
         if self.min_delta < 0:
             raise ValueError(f"--min-delta must not be negative, got {self.min_delta}")

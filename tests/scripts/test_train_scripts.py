@@ -201,6 +201,7 @@ def test_an_existing_run_is_not_overwritten(script, criteo_log, tmp_path):
         ("train_criteo", "--data x --split sometimes", "split 'sometimes'"),
         ("train_criteo", "--data x --ids words", "ids 'words'"),
         ("train_criteo", "--data x --micro-batches 0", "--micro-batches must be at least 1"),
+        ("train_criteo", "--data x --device toaster", "--device toaster: "),
         ("train_criteo", "--data x --schedule sync", "unrecognized arguments: --schedule sync"),
         ("train_criteo", "--data x --tiers lmdb", "invalid choice: 'lmdb'"),
         ("train_table", "--data x", "the following arguments are required: --schema"),
