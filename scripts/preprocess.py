@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dlrm.data import ColumnCache, Limits, preprocess
-from dlrm.data.preprocess import input_errors
+from dlrm.data.pipeline import input_errors
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from dlrm.data.errors import (
 from dlrm.data.ids import IdSpec
 from dlrm.data.job import Limits
 from dlrm.data.loader import Loader, Source
-from dlrm.data.preprocess import preprocess
+from dlrm.data.pipeline import preprocess
 from dlrm.data.schema import Categorical, Dense, Label, Schema, Time
 from dlrm.data.splits import SplitSpec
 from dlrm.data.synthetic import SyntheticConfig, SyntheticLog

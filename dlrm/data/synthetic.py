@@ -39,9 +39,9 @@ from embcache.jagged import KeyedJaggedTensor
 DEFAULT_TABLES = (100_000, 50_000, 20_000, 10_000, 10_000, 5_000, 5_000, 2_000, 2_000, 2_000, 1_000, 1_000, 1_000, 500,
                   500, 300, 200, 100, 100, 50, 50, 30, 20, 10, 4, 3)  # fmt: skip
 CHUNK = 32_768
-OWN, PAIRS, DENSE = 0.7, 0.1, 0.2
-PAIR_MAX = 200
-FADE, CURVE = 0.2, 0.25
+OWN, PAIRS, DENSE = 0.67, 0.08, 0.25  # shares of the score's variance
+PAIR_MAX = 200  # tables up to this size interact
+FADE, CURVE = 0.35, 0.25  # an id's effect ~ size**-FADE; a dense value's curve against its slope
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class SyntheticConfig:
     rows: int = 1_000_000
     tables: tuple[int, ...] = DEFAULT_TABLES
     n_dense: int = 13
-    alpha: float | tuple[float, ...] = 1.1
+    alpha: float | tuple[float, ...] = 1.15
     click_rate: float = 0.25
-    spread: float = 1.6
+    spread: float = 1.7
     pairs: int = 6
     rank: int = 2
     drift: float = 0.0
@@ -240,8 +240,8 @@ def _schema(c: SyntheticConfig) -> Schema:
 
 
 def _plant(c: SyntheticConfig) -> sk.Model:
-    """Weights of the planted model. Half of the variance is the ids' own effects, less the larger the table (the
-    tail's effects cannot be learned from a few clicks); 30 % are pairs of small and middle tables, 20 % dense."""
+    """Weights of the planted model, as shares of the score's variance: ids' own effects (fading with the size of the
+    table, since the tail's cannot be learned from a few clicks), products of pairs, dense values."""
     cards, rng = np.array(c.tables, np.int64), np.random.Generator(np.random.PCG64(mix_python(c.seed, 1)))
     tables = len(cards)
     effect = cards.astype(np.float64) ** -FADE * (cards > 1)
