@@ -78,7 +78,8 @@ Interaction describe(std::optional<Tensor>& dense, Tensor& sparse, int64_t dim) 
 // Runs f(begin, end, scratch) over the samples, cut evenly over torch's threads.
 template <class F>
 void over_samples(const InteractionKernels& k, const Interaction& a, int64_t samples, F&& f) {
-  torch::stable::parallel_for(0, samples, 16, [&](int64_t begin, int64_t end) {
+  const int64_t grain = 1 + (1 << 18) / (a.pairs() * a.dim + 1);  // about 50 microseconds of work a piece
+  torch::stable::parallel_for(0, samples, grain, [&](int64_t begin, int64_t end) {
     thread_local Buffer buffer;
     char* scratch = buffer.get<char>(k.scratch(a) + 64);
     scratch += (64 - (uintptr_t)scratch % 64) % 64;

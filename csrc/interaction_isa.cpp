@@ -8,6 +8,12 @@
 #include "lanes.h"
 #include "interaction.h"
 
+#if defined(__clang__)
+#define EC_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define EC_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (I4){i, j, k, l})
+#endif
+
 namespace embcache {
 namespace EC_NS {
 namespace {
@@ -36,7 +42,7 @@ EC_INLINE void narrow(const float* from, void* to, int64_t at, int bf16, int64_t
 
 // Parts of the scratch memory, in floats; every part begins at a multiple of 16.
 struct Scratch {
-  float *first, *dropped, *grad, *matrix, *tile;
+  float *first, *own, *dropped, *grad, *matrix, *tile;
   const float** rows;
   float** outputs;
 
@@ -49,7 +55,7 @@ struct Scratch {
       at += round_up(floats, kLanes) * (int64_t)sizeof(float);
       return p;
     };
-    const Scratch s = {take(dim), take(dim), take(a.pairs() + 1), take(matrix), take(kTile * columns),
+    const Scratch s = {take(dim), take(dim), take(dim), take(a.pairs() + 1), take(matrix), take(kTile * columns),
                        (const float**)take(2 * (n + kTile)), (float**)take(2 * (n + kTile))};
     if (to) *to = s;
     return at;
@@ -68,6 +74,31 @@ EC_INLINE void find_rows(const Interaction& a, int64_t b, const Scratch& s) {
   for (int64_t f = 0; f < a.features; ++f) s.rows[n++] = a.sparse + b * a.sparse_stride + f * a.dim;
 }
 
+// matrix[k][j] = rows[j][k] for j < n, four by four in registers.
+EC_INLINE void transpose(const Scratch& s, int64_t n, int64_t dim, int64_t columns) {
+  typedef float F4 __attribute__((vector_size(16)));
+  typedef int32_t I4 __attribute__((vector_size(16)));
+  const int64_t whole_n = n / 4 * 4, whole_dim = dim / 4 * 4;
+  for (int64_t j = 0; j < whole_n; j += 4) {
+    for (int64_t k = 0; k < whole_dim; k += 4) {
+      F4 a, b, c, d;
+      memcpy(&a, s.rows[j] + k, 16);
+      memcpy(&b, s.rows[j + 1] + k, 16);
+      memcpy(&c, s.rows[j + 2] + k, 16);
+      memcpy(&d, s.rows[j + 3] + k, 16);
+      const F4 ab = EC_SHUFFLE(a, b, 0, 4, 1, 5), cd = EC_SHUFFLE(c, d, 0, 4, 1, 5);
+      const F4 ef = EC_SHUFFLE(a, b, 2, 6, 3, 7), gh = EC_SHUFFLE(c, d, 2, 6, 3, 7);
+      const F4 out[4] = {EC_SHUFFLE(ab, cd, 0, 1, 4, 5), EC_SHUFFLE(ab, cd, 2, 3, 6, 7), EC_SHUFFLE(ef, gh, 0, 1, 4, 5),
+                         EC_SHUFFLE(ef, gh, 2, 3, 6, 7)};
+      for (int i = 0; i < 4; ++i) memcpy(s.matrix + (k + i) * columns + j, &out[i], 16);
+    }
+    for (int64_t k = whole_dim; k < dim; ++k)
+      for (int64_t i = j; i < j + 4; ++i) s.matrix[k * columns + i] = s.rows[i][k];
+  }
+  for (int64_t j = whole_n; j < n; ++j)
+    for (int64_t k = 0; k < dim; ++k) s.matrix[k * columns + j] = s.rows[j][k];
+}
+
 void forward(const Interaction& a, int64_t begin, int64_t end, void* out, int64_t out_stride, void* scratch) {
   Scratch s;
   Scratch::layout(a, (char*)scratch, &s);
@@ -80,8 +111,7 @@ void forward(const Interaction& a, int64_t begin, int64_t end, void* out, int64_
       narrow(s.rows[0], out, at, a.bf16, dim);
       at += dim;
     }
-    for (int64_t j = 0; j + 1 < n; ++j)  // the last vector is never a column
-      for (int64_t k = 0; k < dim; ++k) s.matrix[k * columns + j] = s.rows[j][k];
+    transpose(s, n - 1, dim, columns);  // the last vector is never a column
     for (int64_t i0 = 0; i0 < n; i0 += kTile) {
       const int64_t last = (i0 + kTile < n ? i0 + kTile : n) - 1;
       const float* x[kTile];  // rows past the end repeat the last one and are dropped
@@ -116,7 +146,7 @@ void backward(const Interaction& a, int64_t begin, int64_t end, const Interactio
       for (int64_t j = 0; j < i; ++j, ++pair) s.matrix[i * columns + j] = s.matrix[j * columns + i] = *pair;
     }
     int64_t m = 0;
-    float* const own = a.bf16 ? s.tile : (float*)g.dense + b * g.dense_stride;  // gradient of the dense vector
+    float* const own = a.bf16 ? s.own : (float*)g.dense + b * g.dense_stride;  // gradient of the dense vector
     if (a.dense) s.outputs[m++] = own;
     for (int64_t f = 0; f < a.features; ++f) s.outputs[m++] = g.sparse + b * g.sparse_stride + f * dim;
     for (; m < n + kTile; ++m) s.outputs[m] = s.dropped;

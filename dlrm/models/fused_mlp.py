@@ -101,6 +101,50 @@ def fused_mlp(x: Tensor, layers: Iterable[nn.Module], last_relu: bool) -> Tensor
     return result
 
 
+def _native() -> bool:
+    """Whether the C++ passes around the products are loaded (whoever built an embedding table has loaded them)."""
+    return hasattr(torch.ops.embcache, "bias_relu_")
+
+
+def _bias_relu_(x: Tensor, bias: Tensor, relu: bool) -> None:
+    """x + bias, then ReLU if asked, in place."""
+    if _native():
+        torch.ops.embcache.bias_relu_(x, bias, relu)
+        return
+    x.add_(bias)
+    if relu:
+        x.relu_()
+
+
+def _relu_backward(grad: Tensor, output: Tensor | None, to: Tensor) -> Tensor:
+    """Writes grad where output > 0, else 0, into `to` (no output: nothing); returns the sum over rows of that, fp32."""
+    if _native():
+        if grad.stride(1) != 1:
+            grad = grad.contiguous()
+        summed: Tensor = torch.ops.embcache.relu_backward(grad, output, to)
+        return summed
+    if output is not None:
+        torch.ops.aten.threshold_backward.grad_input(grad, output, 0, grad_input=to)
+        grad = to
+    return grad.sum(0, dtype=torch.float32)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with output rows that begin at multiples of 16 elements: ragged rows cost it up to half as much again."""
+    width = b.shape[1]
+    if width % 16 == 0 or width < 64:
+        return torch.mm(a, b)
+    out = torch.empty(a.shape[0], (width + 15) // 16 * 16, dtype=a.dtype)[:, :width]
+    return torch.mm(a, b, out=out)
+
+
+def _weight_gradient(grad: Tensor, h: Tensor) -> Tensor:
+    """grad^T @ h [out, in] fp32. A narrow input is faster the other way round."""
+    if h.shape[1] < 64:
+        return torch.mm(h.t(), grad).t().to(torch.float32, memory_format=torch.contiguous_format)
+    return _product(grad.t(), h).to(torch.float32, memory_format=torch.contiguous_format)
+
+
 class _FusedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, last_relu: bool, *parameters: Tensor) -> Tensor:
@@ -117,9 +161,7 @@ class _FusedMLP(torch.autograd.Function):
                 rows, columns = h.shape[0], weight.shape[0]
                 out = torch.empty(rows, columns, dtype=dtype) if last else lease.take(rows, columns, dtype)
                 torch.mm(h, weight.t(), out=out)
-                out.add_(bias)
-                if not last or last_relu:
-                    out.relu_()
+                _bias_relu_(out, bias, not last or last_relu)
                 h = out
         ctx.lease, ctx.inputs, ctx.weights, ctx.last_relu = lease, inputs, casted, last_relu
         ctx.save_for_backward(x, *([h] if last_relu else []), *parameters)
@@ -135,14 +177,13 @@ class _FusedMLP(torch.autograd.Function):
         grad = grad.to(ctx.weights[0].dtype)
         for i in range(len(ctx.weights) - 1, -1, -1):
             h, weight = ctx.inputs[i], ctx.weights[i]
-            if output is not None:
-                masked = grad if i + 1 < len(ctx.weights) else lease.take(*grad.shape, grad.dtype)
-                torch.ops.aten.threshold_backward.grad_input(grad, output, 0, grad_input=masked)
-                grad = masked
-            grads.append(grad.sum(0, dtype=torch.float32))
-            grads.append(torch.mm(grad.t(), h).float())
+            incoming = i + 1 == len(ctx.weights)  # autograd's own tensor, not to be written
+            masked = lease.take(*grad.shape, grad.dtype) if incoming and output is not None else grad
+            grads.append(_relu_backward(grad, output, masked))
+            grad = masked
+            grads.append(_weight_gradient(grad, h))
             if i > 0:
                 grad = torch.mm(grad, weight, out=lease.take(grad.shape[0], weight.shape[1], grad.dtype))
                 output = h
-        first = torch.mm(grad, ctx.weights[0]).to(ctx.in_dtype) if ctx.needs_input_grad[0] else None
+        first = _product(grad, ctx.weights[0]).to(ctx.in_dtype) if ctx.needs_input_grad[0] else None
         return first, None, None, *reversed(grads)
