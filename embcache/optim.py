@@ -232,7 +232,7 @@ class Updatable(Protocol):
     check_finite: bool
 
     def claim(self, owner: object) -> None: ...
-    def multipliers(self) -> list[float]: ...
+    def multipliers(self) -> Any: ...
     def pending_tables(self) -> set[int]: ...
     def discard(self) -> None: ...
     def apply(self, hyper: Tensor) -> int: ...
@@ -293,6 +293,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             store.claim(self)
             store.check_finite = on_nonfinite != "allow"
         self._hyper = [torch.zeros(len(store.names), HYPER, dtype=torch.float64) for store in self.stores]
+        self._filled: list[list[list[float]]] = [[[]] * len(store.names) for store in self.stores]
         super().__init__(groups, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -318,8 +319,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)
         factor = 1.0 if scale is None else 1.0 / float(scale)
         groups = iter(self.param_groups)
-        for store, hyper in zip(self.stores, self._hyper, strict=True):
-            self._fill(store, hyper, groups, factor)
+        for store, hyper, filled in zip(self.stores, self._hyper, self._filled, strict=True):
+            self._fill(store, hyper, filled, groups, factor)
         for store, hyper in zip(self.stores, self._hyper, strict=True):
             store.apply(hyper)
         return loss
@@ -334,14 +335,25 @@ class SparseOptimizer(torch.optim.Optimizer):
         return problem is not None
 
     @staticmethod
-    def _fill(store: Updatable, hyper: Tensor, groups: Iterator[dict[str, Any]], factor: float) -> None:
+    def _fill(
+        store: Updatable,
+        hyper: Tensor,
+        filled: list[list[float]],
+        groups: Iterator[dict[str, Any]],
+        factor: float,
+    ) -> None:
+        """Write the hyper matrix; ``filled`` remembers which options each row was last made from."""
         matrix = hyper.numpy()
-        for t, (rule, multiplier) in enumerate(zip(store.rules, store.multipliers(), strict=True)):
-            row = [0.0] * HYPER
-            rule.fill_hyper(row, next(groups))
-            row[STEP] = float(store.steps[t] + 1)
-            row[MULTIPLIER] = multiplier * factor
-            matrix[t] = row
+        for t, (rule, group) in enumerate(zip(store.rules, groups, strict=False)):
+            options = [group[name] for name in rule._columns]
+            if filled[t] != options:
+                row = [0.0] * HYPER
+                rule.fill_hyper(row, group)
+                matrix[t], filled[t] = row, options
+        matrix[:, STEP] = store.steps
+        matrix[:, STEP] += 1
+        matrix[:, MULTIPLIER] = store.multipliers()
+        matrix[:, MULTIPLIER] *= factor
 
     def state_dict(self) -> dict[str, Any]:
         """``param_groups`` as torch has them, and under ``state`` each table's update count and, for rules that have

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class EmbeddingStore:
         if len(chain) != 1:
             raise NotSupported(f"a chain of {len(chain)} tiers: this version keeps all rows in one tier, [Ram()]")
         self.backend = backend
-        self.kernels = kernels.get(backend)
+        self.kernels = kernels.get(cast(Any, backend))
         self.front = chain[0]
         self.front.open(self.tables, self.kernels)
         self.names = [table.name for table in self.tables]
@@ -95,10 +95,17 @@ class EmbeddingStore:
         self._by_freq = any(t.scale_grad_by_freq for t in self.tables)
 
     def _gathering(self) -> None:
-        """Gradients waiting for the step, and the markers through which torch's tools see them."""
+        """Gradients waiting for the step, and the markers through which torch's tools see them.
+
+        A marker's ``grad`` is 1, so that what GradScaler multiplies it by can be read off, or NaN where a gradient was
+        not finite.
+        """
         self.anchor = torch.zeros(1, requires_grad=True)
         self.markers = [torch.zeros(1, requires_grad=True) for _ in self.tables]
         self._marks = torch.ones(len(self.tables))
+        for t, marker in enumerate(self.markers):
+            marker.grad = self._marks[t : t + 1]
+        self._marked = self._marks.numpy()  # the same memory
         self._pending: list[Gathered] = []
         self._owner: weakref.ref[Any] | None = None
         self.problem: NonFiniteGradient | None = None
@@ -196,19 +203,15 @@ class EmbeddingStore:
         """Keep the gradient of a part's output for the next step; NaN and infinity are found here."""
         grad = part.readable(grad.detach())
         bad = self.check_finite and not self.kernels.all_finite([grad])
-        tables = [t for t in set(part.layout.tables) if t not in self.frozen]
         if not self._pending:
-            self._marks.fill_(1.0)
+            self._marked[:] = 1.0
         if bad:
             self.problem = self._nonfinite(part, grad)
         part.hold()
         adjusted = part.adjusted(grad, self.tables) if self._by_freq or self._padded else (part, grad)
         self._pending.append(Gathered(*adjusted, part))
-        for t in tables:
-            if self.markers[t].grad is None:
-                self.markers[t].grad = self._marks[t : t + 1]
         if bad:
-            self._marks.fill_(float("nan"))
+            self._marked[:] = float("nan")
 
     def _nonfinite(self, part: Part, grad: Tensor) -> NonFiniteGradient:
         for k, (name, block) in enumerate(part.split(grad).items()):
@@ -245,9 +248,9 @@ class EmbeddingStore:
         """Unfrozen tables with gradients waiting."""
         return {t for part, _, _ in self._pending for t in part.layout.tables} - self.frozen
 
-    def multipliers(self) -> list[float]:
-        """What ``GradScaler.unscale_`` has multiplied each table's gradient by."""
-        return self._marks.tolist()
+    def multipliers(self) -> Any:
+        """numpy fp32 [T]: what ``GradScaler.unscale_`` has multiplied each table's gradient by."""
+        return self._marked
 
     def discard(self) -> None:
         """Forget gathered gradients."""
@@ -255,8 +258,6 @@ class EmbeddingStore:
         for item in gathered:
             item.source.drop()
         self.problem = None
-        for marker in self.markers:
-            marker.grad = None
 
     def step(self) -> int:
         """Apply gathered gradients with each table's rule as declared; returns the number of rows updated."""
@@ -331,7 +332,8 @@ class EmbeddingStore:
         return self._slabs[t].view(torch.float32)[:, first : first + table.state_floats]
 
     def weight(self, table: str) -> Tensor:
-        """[rows, D] view of a table's weights in its storage dtype; no gradient."""
+        """[rows, D] view of a table's weights in its storage dtype; no gradient. Rows changed through it are not noted
+        as written, so checkpoints miss them: use ``load_weight``."""
         return self._weights(self.index(table))
 
     def state(self, table: str) -> Tensor:

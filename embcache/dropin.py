@@ -1,0 +1,292 @@
+"""``torch.nn.EmbeddingBag`` and ``torch.nn.Embedding`` over a store: torch's arguments first, then ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import TableConfig
+from .errors import BadConfig, BadJagged, BadJaggedType, NotSupported
+from .init import Initializer, Normal
+from .jagged import INDEX_DTYPES, KeyedJaggedTensor
+from .lookup import Tables, read
+from .optim import SGD, Rule
+from .store import EmbeddingStore
+
+
+class _TorchLike(Tables):
+    """One table behind the signature of a module of torch.nn."""
+
+    _state_key = "weight"
+
+    def __init__(
+        self,
+        table: TableConfig,
+        weight: Tensor | None,
+        tiers: Sequence[Any] | None,
+        backend: str,
+        sparse: bool,
+        device: Any,
+    ) -> None:
+        if device is not None and torch.device(device).type != "cpu":
+            raise NotSupported(
+                f"table {table.name!r} on device {device}: rows live in main memory, outputs follow the ids"
+            )
+        super().__init__(EmbeddingStore([table], tiers, backend=backend), table.feature_names, [table.name])
+        self.table = table
+        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = table.padding_idx, table.max_norm, table.norm_type
+        self.scale_grad_by_freq, self.sparse = table.scale_grad_by_freq, sparse
+        if weight is not None:
+            self.store.load_weight(table.name, weight)
+
+    @property
+    def weight(self) -> Tensor:
+        """[num_embeddings, embedding_dim] view of the stored rows; carries no gradient."""
+        return self.store.weight(self.table.name)
+
+    def reset_parameters(self) -> None:
+        raise NotSupported("rows are a function of (seed, table, id, column): build the module anew with another seed")
+
+    def _ids(self, ids: Tensor, what: str = "input") -> Tensor:
+        if not isinstance(ids, Tensor) or ids.dtype not in INDEX_DTYPES:
+            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise BadJaggedType(f"{what} has dtype {kind}, must be torch.int32 or torch.int64")
+        return ids
+
+    def _bags(self, values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
+        bags = (offsets.numel() - 1,)
+        return KeyedJaggedTensor.trusted(list(self._features), values, weights, offsets, bags)
+
+    def _run(self, batch: KeyedJaggedTensor) -> Tensor:
+        handle = self.store.stage(batch)
+        return read(self.store, handle, handle.parts[0], self.out_dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.table.optimizer}"
+
+
+def _fresh_seed(seed: int | None) -> int:
+    """``seed``, or one from torch's generator, so that torch.manual_seed decides as for torch's own modules."""
+    return int(torch.randint(2**62, ())) if seed is None else seed
+
+
+class EmbeddingBag(_TorchLike):
+    """``torch.nn.EmbeddingBag`` over a store: its arguments first, in its order, then ours, by keyword.
+
+    With equal weights, unweighted fp32 sum and mean give torch's bits. Where torch writes in a forward (``max_norm``),
+    this returns renormalised rows and writes in the optimizer's step.
+
+    Args:
+        num_embeddings ... dtype: as in torch. ``sparse`` selects nothing: updates always touch the batch's rows only,
+            and no gradient tensor of the table's size exists. ``mode="max"`` takes no per_sample_weights, as in torch.
+        name: of the table, in messages and in the key of its random rows.
+        optimizer: the update rule of the rows.
+        init: initial rows, standard normal as in torch.
+        seed: of the initial rows; None draws one from torch's generator.
+        out_of_range, reserved_row: see ``TableConfig``.
+        tiers, backend: see ``EmbeddingStore``.
+
+    >>> import embcache as ec
+    >>> bag = ec.EmbeddingBag(10, 3, mode="sum", init=ec.init.Constant(1.0))
+    >>> bag(torch.tensor([1, 2, 4, 5]), torch.tensor([0, 3])).detach()
+    tensor([[3., 3., 3.],
+            [1., 1., 1.]])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        name: str = "embedding_bag",
+        optimizer: Rule | None = None,
+        init: Initializer | None = None,
+        seed: int | None = None,
+        out_of_range: str = "raise",
+        reserved_row: int = 0,
+        tiers: Sequence[Any] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if mode not in ("sum", "mean", "max"):
+            raise BadConfig(f"mode = {mode!r}, must be 'sum', 'mean' or 'max'")
+        if mode == "max" and scale_grad_by_freq:
+            raise NotSupported("scale_grad_by_freq with mode='max' (torch refuses it too)")
+        if mode == "max" and (padding_idx is not None or out_of_range == "drop"):
+            raise NotSupported("padding_idx and out_of_range='drop' with mode='max'")
+        table = TableConfig(
+            name,
+            num_embeddings,
+            embedding_dim,
+            pooling="none" if mode == "max" else mode,
+            optimizer=SGD() if optimizer is None else optimizer,
+            init=Normal() if init is None else init,
+            seed=_fresh_seed(seed),
+            dtype=torch.float32 if dtype is None else dtype,
+            out_of_range=out_of_range,
+            reserved_row=reserved_row,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+        )
+        super().__init__(table, _weight, tiers, backend, sparse, device)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **ours: Any,
+    ) -> EmbeddingBag:
+        """A module whose rows are ``embeddings`` [rows, D], frozen unless ``freeze=False``."""
+        rows, dim = _pretrained_shape(embeddings)
+        ours.setdefault("dtype", embeddings.dtype)
+        bag = cls(
+            rows, dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings, include_last_offset,
+            padding_idx, **ours,
+        )  # fmt: skip
+        bag.freeze(frozen=freeze)
+        return bag
+
+    @torch.compiler.disable
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """[B, D] from ``input`` [B, L], or from ``input`` [n] and ``offsets`` [B] (bag starts; with
+        ``include_last_offset`` [B + 1]). ``per_sample_weights`` has the shape of ``input``; for mean pooling, where
+        torch has none, the sum of weighted rows is divided by the bag's length."""
+        batch = self._batch(self._ids(input), offsets, per_sample_weights)
+        if self.mode != "max":
+            return self._run(batch)
+        if per_sample_weights is not None:
+            raise NotSupported("per_sample_weights with mode='max' (torch refuses them too)")
+        rows = self._run(batch).view(-1, self.embedding_dim)
+        at = torch.arange(rows.shape[0], device=rows.device)
+        return nn.functional.embedding_bag(
+            at, rows, batch.offsets().to(rows.device), mode="max", include_last_offset=True
+        )
+
+    def _batch(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> KeyedJaggedTensor:
+        if weights is not None and weights.shape != ids.shape:
+            raise BadJagged(f"per_sample_weights has shape {list(weights.shape)}, input {list(ids.shape)}")
+        if ids.dim() == 2:
+            if offsets is not None:
+                raise BadJagged("offsets is given, but rows of a two-dimensional input are bags already")
+            bags, length = ids.shape
+            ends = torch.arange(bags + 1, device=ids.device) * length
+            return self._bags(ids.reshape(-1), None if weights is None else weights.reshape(-1), ends)
+        if ids.dim() != 1:
+            raise BadJagged(f"input has shape {list(ids.shape)}, must be one- or two-dimensional")
+        if offsets is None:
+            raise BadJagged("a one-dimensional input needs offsets")
+        offsets = self._ids(offsets, "offsets")
+        if not self.include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_full((1,), ids.numel())])
+        return KeyedJaggedTensor(self._features, ids, weights, offsets=offsets)
+
+
+class Embedding(_TorchLike):
+    """``torch.nn.Embedding`` over a store: its arguments first, in its order, then ours, by keyword.
+
+    Args as for ``EmbeddingBag``. The row of ``padding_idx`` starts at 0 and is not updated.
+
+    >>> import embcache as ec
+    >>> emb = ec.Embedding(10, 3, init=ec.init.Constant(1.0), padding_idx=0)
+    >>> emb(torch.tensor([[0, 4]])).detach()
+    tensor([[[0., 0., 0.],
+             [1., 1., 1.]]])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        name: str = "embedding",
+        optimizer: Rule | None = None,
+        init: Initializer | None = None,
+        seed: int | None = None,
+        out_of_range: str = "raise",
+        reserved_row: int = 0,
+        tiers: Sequence[Any] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if out_of_range == "drop":
+            raise NotSupported("out_of_range='drop' in an Embedding, whose output has the shape of its input")
+        table = TableConfig(
+            name,
+            num_embeddings,
+            embedding_dim,
+            pooling="none",
+            optimizer=SGD() if optimizer is None else optimizer,
+            init=Normal() if init is None else init,
+            seed=_fresh_seed(seed),
+            dtype=torch.float32 if dtype is None else dtype,
+            out_of_range=out_of_range,
+            reserved_row=reserved_row,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+        )
+        super().__init__(table, _weight, tiers, backend, sparse, device)
+        self.freeze(frozen=_freeze)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        **ours: Any,
+    ) -> Embedding:
+        """A module whose rows are ``embeddings`` [rows, D], frozen unless ``freeze=False``."""
+        rows, dim = _pretrained_shape(embeddings)
+        ours.setdefault("dtype", embeddings.dtype)
+        return cls(rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze, **ours)
+
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., D] from ids of any shape."""
+        flat = self._ids(input).reshape(-1)
+        out = self._run(self._bags(flat, None, torch.tensor([0, flat.numel()])))
+        return out.view(*input.shape, self.embedding_dim)
+
+
+def _pretrained_shape(embeddings: Tensor) -> tuple[int, int]:
+    if embeddings.dim() != 2:
+        raise BadConfig(f"embeddings has shape {list(embeddings.shape)}, must be [rows, dim]")
+    return embeddings.shape[0], embeddings.shape[1]

@@ -1,0 +1,119 @@
+"""The lookup as autograd sees it, and what all modules share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import DTYPES
+from .errors import DoubleBackward, UnshardedReplicas
+from .staged import Handle, Part
+from .store import EmbeddingStore
+
+
+def _refuse_unsharded_replicas() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        size = torch.distributed.get_world_size()
+        if size > 1:
+            raise UnshardedReplicas(
+                f"step() of embedding tables that are not sharded, at world size {size}: the replicas would drift apart"
+            )
+
+
+class Lookup(torch.autograd.Function):
+    """Reads a part; its backward hands the output's gradient to the store. ``anchor`` makes autograd care."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, weights: Tensor | None, store: EmbeddingStore, handle: Handle, part: Part, code: int
+    ) -> Tensor:
+        ctx.store, ctx.handle, ctx.part = store, handle, part
+        return store.read_part(part, code)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise DoubleBackward(
+                "create_graph=True through an embedding lookup: its gradient is not differentiable again"
+            )
+        store, part = ctx.store, ctx.part
+        grad_weights = store.weight_gradient(part, grad) if ctx.needs_input_grad[1] else None
+        if any(t not in store.frozen for t in part.layout.tables):
+            store.require_owner(part)
+            store.gather(part, grad)
+            if store.problem is not None and store.on_nonfinite == "raise":
+                raise store.problem
+        return None, grad_weights, None, None, None, None
+
+
+def read(store: EmbeddingStore, handle: Handle, part: Part, dtype: torch.dtype) -> Tensor:
+    code = DTYPES.get(dtype, 0)
+    weights = part.weights
+    wanted = torch.is_grad_enabled() and (
+        (weights is not None and weights.requires_grad) or any(t not in store.frozen for t in part.layout.tables)
+    )
+    out = Lookup.apply(store.anchor, weights, store, handle, part, code) if wanted else store.read_part(part, code)
+    return out.to(device=handle.device, dtype=dtype)
+
+
+class Tables(nn.Module):
+    """What all modules share: a store, an output dtype, and state dicts under the names of torch's modules."""
+
+    _state_key = "{}"  # of a table's weight in the state dict
+
+    def __init__(self, store: EmbeddingStore, features: Sequence[str], tables: Sequence[str]) -> None:
+        super().__init__()
+        self.store = store
+        self.out_dtype = torch.float32
+        self._features = tuple(features)
+        self._table_names = tuple(tables)
+        store.guard = _refuse_unsharded_replicas
+
+    def freeze(self, *tables: str, frozen: bool = True) -> None:
+        """Stop training these tables of this module (all, if none is named); ``frozen=False`` resumes."""
+        self.store.freeze(*(tables or self._table_names), frozen=frozen)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """``requires_grad_(False)`` freezes this module's tables, ``True`` trains them again. Called on a *parent*
+        module, torch visits parameters only, and there are none here: freeze the embedding module itself."""
+        self.freeze(frozen=not requires_grad)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # .half(), .to(dtype): the output's dtype changes, stored rows do not; .to(device) changes nothing, since
+        # outputs follow the ids
+        probe = fn(torch.empty(0, dtype=self.out_dtype))
+        if probe.is_floating_point():
+            self.out_dtype = probe.dtype
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name in self._table_names:
+            weight = self.store.weight(name).clone(memory_format=torch.contiguous_format)
+            destination[prefix + self._state_key.format(name)] = weight
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        mine = {prefix + self._state_key.format(name): name for name in self._table_names}
+        for key, name in mine.items():
+            if key not in state_dict:
+                missing_keys.append(key)
+                continue
+            shape = list(self.store.weight(name).shape)
+            if list(state_dict[key].shape) != shape:
+                error_msgs.append(f"size mismatch for {key}: saved {list(state_dict[key].shape)}, declared {shape}")
+            else:
+                self.store.load_weight(name, state_dict[key])
+        if strict:
+            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in mine)
