@@ -2,10 +2,10 @@
 
 A folder holds ``manifest.json`` and a folder for each generation it lists. A generation has ``state.json`` and
 ``state.safetensors`` (dense weights, optimizers, random state, data position: whatever the caller gives) and, for each
-embedding table, parts of its *written* rows: ids, weights and optimizer state, at most ``PART_BYTES`` at a time. A row
-that was never written is a function of the seed and costs nothing. Files carry checksums; the manifest is written last,
-fsynced and renamed, and is the only commit point: a generation it does not list does not exist and is swept by the next
-save.
+embedding table, its *written* rows: ids, weights and optimizer state, in ``rows-*.safetensors`` of about
+``PART_BYTES``. A row that was never written is a function of the seed and costs nothing. Files carry checksums; the
+manifest is written last, fsynced and renamed, and is the only commit point: a generation it does not list does not
+exist and is swept by the next save.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from embcache import statefile
 from embcache.errors import CorruptStore, FormatVersion, SchemaMismatch
@@ -29,6 +31,7 @@ __all__ = ["Checkpoints", "Generation"]
 FORMAT, VERSION = "embcache-checkpoint", 1
 MANIFEST = "manifest.json"
 PART_BYTES = 32 << 20
+_ROW = ("ids", "weight", "state")
 _NAME = re.compile(r"generation-\d{8,}$")
 
 
@@ -126,42 +129,38 @@ class Checkpoints:
         declared = [table.schema() for store in stores for table in store.tables]
         if saved != json.loads(json.dumps(declared)):
             raise SchemaMismatch(f"tables of {folder}", *_differing(saved, declared))
-        for table in content["tables"]:
-            for part in table["parts"]:
-                statefile.read_checked(folder, part)
+        for part in content["rows"]:
+            statefile.read_checked(folder, part["file"])
         state = statefile.unpack(content["state"], statefile.read_tensors(folder, content["tensors"]))
-        tables = iter(content["tables"])
-        for store in stores:
+        places = _places(stores)
+        for (store, t), table in zip(places, content["tables"], strict=True):
             store.discard()
-            for t in range(len(store.names)):
-                self._load_table(folder, store, t, next(tables))
+            reset_rows(store, t)
+            store.steps[t] = int(table["step"])
+        for part in content["rows"]:
+            rows = statefile.read_tensors(folder, part["file"])
+            for k in part["tables"]:
+                load_rows(*places[k], *(rows[f"{k}.{what}"] for what in _ROW))
         return state
 
     def _write(self, folder: Path, state: Any, stores: Sequence[EmbeddingStore]) -> int:
         """Write a generation's files; returns the checksum of its table of contents."""
         plain, tensors = statefile.pack(state)
-        tables: list[dict[str, Any]] = []
-        for store in stores:
-            for t, table in enumerate(store.tables):
-                block = max(1, PART_BYTES // (8 + table.row_bytes))
-                parts = [
-                    statefile.write_tensors(
-                        folder,
-                        f"table-{len(tables):04d}-{i:05d}.safetensors",
-                        {"ids": ids, "weight": weight, "state": state},
-                    )
-                    for i, (ids, weight, state) in enumerate(written_rows(store, t, block))
-                ]
-                tables.append({"schema": table.schema(), "step": store.steps[t], "parts": parts})
+        rows = [
+            {"tables": list(tables), "file": statefile.write_tensors(folder, f"rows-{i:05d}.safetensors", part)}
+            for i, (tables, part) in enumerate(_parts(stores))
+        ]
         content = {
             "format": FORMAT,
             "version": VERSION,
             "state": plain,
             "tensors": statefile.write_tensors(folder, "state.safetensors", tensors),
-            "tables": tables,
+            "tables": [{"schema": s.tables[t].schema(), "step": n} for s in stores for t, n in enumerate(s.steps)],
+            "rows": rows,
         }
         entry = statefile.write_json(folder, "state.json", content)
         statefile.sync_folder(folder)
+        statefile.sync_folder(self.folder)
         return int(entry["crc32"])
 
     def _commit(self, new: Generation) -> None:
@@ -199,13 +198,30 @@ class Checkpoints:
             raise CorruptStore(f"{path}: the checksum does not match")
         return _parsed(path, data)
 
-    @staticmethod
-    def _load_table(folder: Path, store: EmbeddingStore, t: int, table: dict[str, Any]) -> None:
-        reset_rows(store, t)
-        store.steps[t] = int(table["step"])
-        for part in table["parts"]:
-            rows = statefile.read_tensors(folder, part)
-            load_rows(store, t, rows["ids"], rows["weight"], rows["state"])
+
+def _parts(stores: Sequence[EmbeddingStore]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """(tables, their written rows) in files of about PART_BYTES: big tables are cut, small ones share a file."""
+    tables: list[int] = []
+    part: dict[str, Tensor] = {}
+    for k, (store, t) in enumerate(_places(stores)):
+        for rows in written_rows(store, t, max(1, PART_BYTES // (8 + store.tables[t].row_bytes))):
+            full = sum(map(_bytes, [*part.values(), *rows])) > PART_BYTES
+            if part and (full or k in tables):
+                yield tables, part
+                tables, part = [], {}
+            tables.append(k)
+            part.update({f"{k}.{what}": tensor for what, tensor in zip(_ROW, rows, strict=True)})
+    if part:
+        yield tables, part
+
+
+def _places(stores: Sequence[EmbeddingStore]) -> list[tuple[EmbeddingStore, int]]:
+    """Every table: its store and its index there."""
+    return [(store, t) for store in stores for t in range(len(store.names))]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _parsed(path: Path, data: bytes) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def settings(out: Path, log: Path, rows: int, seed: int) -> DemoConfig:
     train = TrainConfig(out=out / "run", seed=seed, global_batch_size=2048, log_every=20)
     steps = max(1, int(0.85 * rows) // train.global_batch_size)
     return DemoConfig(
-        train=replace(train, eval_every=max(1, steps // 8)),
+        train=replace(train, eval_every=-(-steps // 8)),
         optimizer=OptimizerConfig(lr=0.08, lr_schedule="linear", warmup_steps=min(100, steps // 10)),
         model=ModelConfig(dim=16, bottom_mlp=(64, 16), top_mlp=(128, 64)),
         data=DataConfig(data=(str(log),), columns=out / "columns", split="last:0.05,0.1"),

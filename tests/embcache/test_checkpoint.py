@@ -138,7 +138,7 @@ def test_tables_come_in_bounded_parts(tmp_path, monkeypatch):
     store = make_store(rows=1000)
     train(store, list(range(0, 1000, 3)))
     Checkpoints(tmp_path).save({}, [store])
-    parts = sorted((tmp_path / "generation-00000001").glob("table-0000-*"))
+    parts = sorted((tmp_path / "generation-00000001").glob("rows-*"))
     assert len(parts) > 30
     assert all(p.stat().st_size < 1000 for p in parts)
     other = make_store(rows=1000)
@@ -148,7 +148,7 @@ def test_tables_come_in_bounded_parts(tmp_path, monkeypatch):
 
 def test_nothing_written_costs_nothing(tmp_path):
     Checkpoints(tmp_path).save({}, [make_store(rows=100_000)])
-    assert not list(tmp_path.rglob("table-*"))
+    assert not list(tmp_path.rglob("rows-*"))
 
 
 def test_newest_and_best_are_kept(tmp_path):
@@ -190,7 +190,7 @@ class Crash(BaseException):
 
 def crash_points():
     """Names of the steps of a save, as they call into the system."""
-    return ["mkdir", "table", "state.safetensors", "state.json", "manifest.json.tmp", "replace", "sweep"]
+    return ["mkdir", "rows", "state.safetensors", "state.json", "manifest.json.tmp", "replace", "sweep"]
 
 
 @pytest.mark.parametrize("point", crash_points())
@@ -270,7 +270,7 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize("how", ["missing", "torn", "one bit", "foreign"])
-@pytest.mark.parametrize("name", ["state.json", "state.safetensors", "table-0000-00000.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors", "rows-00000.safetensors"])
 def test_a_damaged_file_is_refused_before_a_row_changes(tmp_path, name, how):
     store = make_store()
     train(store, [1, 2], [3])

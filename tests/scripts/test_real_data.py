@@ -9,7 +9,8 @@ DLRM = ["--bottom-mlp", "32,8", "--top-mlp", "32"]
 
 def test_criteo_terabyte(script, real_data, tmp_path):
     data = real_data / "criteo" / "terabyte_80k.tsv.gz"
-    flags = ["--data", data, "--split", "last:0,0.2", "--lr", 0.02, *SMALL, *DLRM, "--out", tmp_path]
+    size = ["--global-batch-size", 1024]
+    flags = ["--data", data, "--split", "last:0,0.2", "--lr", 0.02, *SMALL, *size, *DLRM, "--out", tmp_path]
     _, last = script("train_criteo", *flags)
     assert last["auc"] > 0.66
     assert last["ne"] < 1.0

@@ -155,7 +155,7 @@ def test_demo_end_to_end(script, tmp_path):
 
 def test_a_killed_run_resumes_to_the_same_end(script, criteo_log, tmp_path):
     flags = ["--data", criteo_log, "--columns", tmp_path / "columns", "--split", "last:0.1,0.2", "--lr", 0.05]
-    flags += [*SMALL, *DLRM, "--epochs", 4, "--checkpoint-every", 9, "--eval-every", 20, "--dropout", 0.1]
+    flags += [*SMALL, *DLRM, "--epochs", 2, "--checkpoint-every", 9, "--eval-every", 20, "--dropout", 0.1]
     _, whole = script("train_criteo", *flags, "--out", tmp_path / "whole")
 
     out = tmp_path / "killed"
