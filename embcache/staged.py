@@ -29,7 +29,7 @@ class Part:
         version: of the store when the part was last read.
     """
 
-    def __init__(self, layout: PartLayout, batch: KeyedJaggedTensor, front: FrontTier) -> None:
+    def __init__(self, layout: PartLayout, batch: KeyedJaggedTensor, front: FrontTier, training: bool) -> None:
         self.layout = layout
         self.weights = batch.weights_or_none()
         self.version = -1
@@ -43,16 +43,18 @@ class Part:
             self.features, self.sizes = layout.unpooled(batch.offset_per_key())
             self.offsets, self.numel = None, sum(self.sizes)
             self.shape = (self.numel,)
-        self.open = True
+        self.open, self.training = True, training
         self._values = batch.values()
         self._front = front
-        self._lease = front.stage(self.features, batch.values(), self.offsets)
+        self._lease = front.stage(self.features, batch.values(), self.offsets, training)
         self._holders = 1
 
     def hold(self) -> None:
         """One more owner of the lease: a gradient that waits for the step."""
         if not self.open:
             raise StaleLookup("this handle was released: stage the batch again")
+        if not self.training:
+            raise StaleLookup("this batch was staged for reading only: stage it with training=True")
         self._holders += 1
 
     def drop(self) -> None:

@@ -119,13 +119,15 @@ class EmbeddingStore:
 
     # stage, lookup, release -------------------------------------------------------------------------------------
 
-    def stage(self, batch: Any, features: tuple[str, ...] | None = None) -> Handle:
+    def stage(self, batch: Any, features: tuple[str, ...] | None = None, *, training: bool | None = None) -> Handle:
         """Make the rows of ``features`` (None: of every table's features) in ``batch`` resident and pin them.
 
         ``batch`` is a ``KeyedJaggedTensor``, ours or TorchRec's. Ids out of range raise ``IdOutOfRange`` before
         anything is touched, unless their table says otherwise. The handle owns the pins: a context manager, also
-        released by garbage collection.
+        released by garbage collection. ``training=False`` (None: where torch's gradients are off) stages for reading
+        only: no cache keeps a row because of it, and an update with the handle raises.
         """
+        training = torch.is_grad_enabled() if training is None else training
         batch = KeyedJaggedTensor.adopt(batch)
         device = batch.device()
         if device.type != "cpu":
@@ -139,7 +141,7 @@ class EmbeddingStore:
         if bad or self._padded:
             named = [at for layout in layouts for at in zip(layout.names, layout.tables, layout.columns, strict=True)]
             batch = options.repair(batch, named, self.tables, self.counts)
-        parts = [Part(layout, batch, self.front) for layout in layouts]
+        parts = [Part(layout, batch, self.front, training) for layout in layouts]
         self.stages += 1
         self.ids_staged += batch.values().numel()
         return Handle(batch, parts, device)

@@ -47,8 +47,9 @@ class FrontTier(Protocol):
     def fresh(self) -> FrontTier:
         """An unopened tier of the same description (for copies of a store)."""
 
-    def stage(self, features: Tensor, values: Tensor, offsets: Tensor | None) -> Any:
-        """Make the rows of the ids resident; returns the lease."""
+    def stage(self, features: Tensor, values: Tensor, offsets: Tensor | None, training: bool) -> Any:
+        """Make the rows of the ids resident; returns the lease. Not ``training``: they are read once and none need stay
+        afterwards."""
 
     def slots(self, lease: Any) -> Tensor:
         """The slot of each id of the staged values, in their order."""

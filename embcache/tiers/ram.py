@@ -79,7 +79,7 @@ class Ram:
         )
         return Arena(slab, torch.zeros((rows + 7) // 8, dtype=torch.uint8))
 
-    def stage(self, features: Tensor, values: Tensor, offsets: Tensor | None) -> Tensor:
+    def stage(self, features: Tensor, values: Tensor, offsets: Tensor | None, training: bool) -> Tensor:
         """Every row is resident: the lease is the ids themselves."""
         return values
 

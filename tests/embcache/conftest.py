@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
 
 from embcache import kernels
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 def _has_native() -> bool:

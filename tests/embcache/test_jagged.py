@@ -96,7 +96,7 @@ def content(kjt: ec.KeyedJaggedTensor) -> dict[str, Any]:
             for k, jt in kjt.to_dict().items()}  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches(), st.randoms())
 def test_selecting_keeps_values_lengths_and_weights_together(kjt: ec.KeyedJaggedTensor, rng: Any) -> None:
     whole = content(kjt)
@@ -113,7 +113,7 @@ def test_selecting_keeps_values_lengths_and_weights_together(kjt: ec.KeyedJagged
     assert content(kjt.to("cpu")) == whole
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches())
 def test_jagged_padded_jagged_is_the_identity(kjt: ec.KeyedJaggedTensor) -> None:
     for jt in kjt.to_dict().values():

@@ -18,7 +18,7 @@ tables = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(tables, st.integers(0, 9), st.integers(0, 6), st.booleans(), st.integers(0, 2**16), st.integers(1, 3))
 def test_any_collection_trains_like_torch(
     shapes: list[tuple[int, int, str, int]], bags: int, longest: int, weighted: bool, seed: int, calls: int
@@ -47,7 +47,7 @@ def test_any_collection_trains_like_torch(
         assert close(ebc.store.weight(config.name), twin.weights[config.name].detach(), 1e-5)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(1, 70), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 999),
        st.sampled_from([ec.optim.SGD(lr=0.1), ec.optim.Adam(lr=0.1), ec.optim.RowWiseAdagrad(lr=0.1),
                         ec.optim.LAMB(lr=0.1, weight_decay=0.1), ec.optim.FTRL(lr=0.1, l1=0.01)]))  # fmt: skip

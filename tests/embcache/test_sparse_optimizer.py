@@ -347,6 +347,53 @@ def test_store_state_dict_round_trip(backend: str) -> None:
     assert equal(state(other), state(ebc))
 
 
+def test_weights_of_a_frozen_table_still_get_a_gradient(backend: str) -> None:
+    ebc = ec.EmbeddingBagCollection(TABLES, is_weighted=True, backend=backend)
+    ebc.freeze()
+    kjt = jagged(FEATURES, ROWS, 6, weighted=True)
+    kjt.weights().requires_grad_()
+    ebc(kjt).values().sum().backward()
+    rows = torch.cat([ebc.store.weight("b" if f == "b" else "a")[kjt[f].values()].sum(1) / (
+        torch.repeat_interleave(kjt[f].lengths(), kjt[f].lengths()) if f == "b" else 1) for f in FEATURES])  # fmt: skip
+    assert close(kjt.weights().grad, rows, 1e-6)
+    assert not ebc.store.pending_tables()
+
+
+def test_recomputed_forwards_and_autocast(backend: str) -> None:
+    """Activation checkpointing runs the forward twice, autocast lowers what follows; the update is the plain one's."""
+    from torch.utils.checkpoint import checkpoint
+
+    runs = []
+    for way in range(3):
+        ebc, optimizer = make(backend)
+        kjt = jagged(FEATURES, ROWS, 6)
+        if way == 0:
+            ebc(kjt).values().sin().sum().backward()
+        elif way == 1:
+            x = torch.zeros(1, requires_grad=True)
+            checkpoint(lambda y, m=ebc, b=kjt: (m(b).values() + y).sin().sum(), x, use_reentrant=False).backward()
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = ebc(kjt).values()
+                assert out.dtype == torch.float32
+                out.sin().sum().backward()
+        optimizer.step()
+        runs.append(state(ebc))
+    assert equal(runs[0], runs[1])
+    assert equal(runs[0], runs[2])
+
+
+def test_a_batch_staged_for_reading_cannot_be_trained_on() -> None:
+    ebc, optimizer = make()
+    with torch.no_grad():
+        handle = ebc.stage(jagged(FEATURES, ROWS, 6))
+    with pytest.raises(StaleLookup, match="staged for reading only"):
+        ebc(handle).values().sum().backward()
+    optimizer.step()
+    with torch.inference_mode():
+        assert not ebc(jagged(FEATURES, ROWS, 6)).values().requires_grad
+
+
 def test_unsharded_step_refused_at_world_size_two(monkeypatch: pytest.MonkeyPatch) -> None:
     ebc, optimizer = make()
     before = state(ebc)
@@ -361,7 +408,7 @@ def test_unsharded_step_refused_at_world_size_two(monkeypatch: pytest.MonkeyPatc
 
 def test_same_bits_for_one_and_two_threads(backend: str) -> None:
     kjts = [jagged(FEATURES, ROWS, 200, longest=40, seed=s) for s in range(3)]
-    hot = ec.KeyedJaggedTensor(FEATURES, torch.full((30_000,), 7), lengths=torch.full((600,), 50))
+    hot = ec.KeyedJaggedTensor(FEATURES, torch.full((150_000,), 7), lengths=torch.full((600,), 250))
     runs = []
     threads = torch.get_num_threads()
     try:
