@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-bad-rows", type=int, default=0, help="malformed lines to leave out and count (default 0)")
     p.add_argument("--threads", type=int, default=2, help="parsing threads (default 2)")
     p.add_argument("--memory-mb", type=int, default=1024, help="budget of the vocabulary stages (default 1024)")
-    p.add_argument("--chunk-mb", type=int, default=32, help="input read at a time (default 32)")
+    p.add_argument("--chunk-mb", type=int, default=16, help="input read at a time (default 16)")
     return p
 
 

@@ -153,8 +153,15 @@ def write_manifest(
     info: dict[str, Any],
 ) -> None:
     """Write ``manifest.json``: to a temporary name, synced, then renamed."""
-    body = {"format": FORMAT, "version": VERSION, "schema": schema.to_dict(), "arrays": dict(sorted(arrays.items())), "splits": splits,
-            "num_embeddings": num_embeddings, "info": info}  # fmt: skip
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "schema": schema.to_dict(),
+        "arrays": dict(sorted(arrays.items())),
+        "splits": splits,
+        "num_embeddings": num_embeddings,
+        "info": info,
+    }
     body["checksum"] = _checksum(body)
     write_atomically(folder / MANIFEST, json.dumps(body, indent=1).encode())
 

@@ -28,7 +28,7 @@ class Limits:
 
     threads: int = 2
     memory_bytes: int = 1 << 30
-    chunk_bytes: int = 1 << 25
+    chunk_bytes: int = 1 << 24
     max_bad_rows: int = 0
 
     def __post_init__(self) -> None:

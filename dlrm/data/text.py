@@ -71,9 +71,8 @@ class TextFormat:
         bag_sizes = np.zeros((bags, n), np.int64)
         bag_keys = np.empty(block.shape[0] // 2 + n * bags + 1 if bags else 0, np.int64)
         bad = np.empty((KEPT_BAD, 5), np.int64)
-        scratch = np.empty(block.shape[0] if schema.quote else 0, np.uint8)
         rows, lines, n_bad, n_keys = _parse(
-            block, scratch, self.columns, labels, dense, keys, missing, times, bag_sizes, bag_keys, bad)  # fmt: skip
+            block, self.columns, labels, dense, keys, missing, times, bag_sizes, bag_keys, bad)  # fmt: skip
         reports = [self._report(block, *(int(x) for x in row)) for row in bad[: min(n_bad, KEPT_BAD)]]
         return Parsed(labels[:rows], dense[:rows], keys[:, :rows], missing[:, :rows], times[:rows],
                       *split_bags(bag_sizes[:, :rows], bag_keys[:n_keys]), lines, int(n_bad), reports)  # fmt: skip
@@ -141,30 +140,30 @@ def header_names(line: bytes, schema: Schema, file: str) -> tuple[str, ...]:
 
 
 @inline
-def _unquote(buf: np.ndarray, at: int, quote: int, scratch: np.ndarray) -> tuple[int, int]:
-    # Copies the cell without its quotes; returns (length or -1, first byte after the closing quote).
-    size, at = 0, at + 1
+def _unquote(buf: np.ndarray, at: I64, quote: I64) -> tuple[I64, I64]:
+    # Moves a doubled quote's text together in place; returns (end of the text or -1, first byte after the quote).
+    end, at = at + 1, at + 1
     while buf[at] != 10:
         if buf[at] == quote:
             if buf[at + 1] != quote:
-                return size, at + 1
+                return end, at + 1
             at += 1
-        scratch[size] = buf[at]
-        size += 1
+        buf[end] = buf[at]
+        end += 1
         at += 1
     return -1, at
 
 
 @inline
 def _bag(
-    src: np.ndarray, start: int, end: int, encoding: int, separator: int, keys: np.ndarray, n: int
+    buf: np.ndarray, start: int, end: int, encoding: int, separator: int, keys: np.ndarray, n: int
 ) -> tuple[int, int]:
     # Appends the ids of a cell at keys[n]; empty parts are no ids. Returns (new n, code).
     at = start
     for k in range(start, end + 1):
-        if k == end or src[k] == separator:
+        if k == end or buf[k] == separator:
             if k > at:
-                value, code = cells.parse_key(src, at, k, encoding)
+                value, code = cells.parse_key(buf, at, k, encoding)
                 if code != 0:
                     return n, code
                 keys[n] = value
@@ -176,7 +175,6 @@ def _bag(
 @kernel
 def _parse(
     buf: np.ndarray,
-    scratch: np.ndarray,
     columns: Columns,
     labels: np.ndarray,
     dense: np.ndarray,
@@ -198,13 +196,13 @@ def _parse(
             continue
         code, column, cell, cell_end, first_key = 0, 0, at, at, n_keys
         for column in range(last + 1):
-            src, cell = buf, at
+            cell = at
             if quote >= 0 and buf[at] == quote:
-                length, at = _unquote(buf, at, quote, scratch)
+                start = at + 1
+                end, at = _unquote(buf, at, quote)
                 cell_end = at
                 at += 1 if buf[at] == 13 else 0
-                src, start, end = scratch, 0, length
-                if length < 0 or (buf[at] != delimiter and buf[at] != 10):
+                if end < 0 or (buf[at] != delimiter and buf[at] != 10):
                     code = QUOTE
                     break
             else:
@@ -221,7 +219,7 @@ def _parse(
             kind, slot = kinds[column], slots[column]
             if kind == 0:
                 continue
-            absent = end == start or (markers.shape[0] > 1 and cells.same_text(src, start, end, texts, markers))
+            absent = end == start or (markers.shape[0] > 1 and cells.same_text(buf, start, end, texts, markers))
             if absent:
                 if kind <= LABEL_POSITIVE or kind >= cells.TIME_YYMMDDHH:
                     code = ABSENT
@@ -234,33 +232,33 @@ def _parse(
                 else:
                     bag_sizes[slot, row] = 0
             elif kind == ID_HEX:
-                keys[slot, row], code = cells.parse_hex(src, start, end)
+                keys[slot, row], code = cells.parse_hex(buf, start, end)
                 missing[slot, row] = False
             elif kind <= cells.DENSE_IDENTITY and kind > LABEL_POSITIVE:
                 short = end - start <= 3
                 value: I64 = 0
                 for k in range(start, end):
-                    short = short and 48 <= src[k] <= 57
-                    value = value * 10 + np.int64(src[k]) - 48 if short else value
+                    short = short and 48 <= buf[k] <= 57
+                    value = value * 10 + np.int64(buf[k]) - 48 if short else value
                 if short:
                     dense[row, slot] = logs[value] if kind == cells.DENSE_LOG1P else np.float32(value)
                 else:
-                    number, code = cells.parse_number(src, start, end)
+                    number, code = cells.parse_number(buf, start, end)
                     dense[row, slot] = cells.dense_value(number, kind)
             elif kind < BAG_HEX and kind > ID_HEX:
-                keys[slot, row], code = cells.parse_key(src, start, end, kind - ID_HEX)
+                keys[slot, row], code = cells.parse_key(buf, start, end, kind - ID_HEX)
                 missing[slot, row] = False
             elif kind == LABEL_POSITIVE:
-                labels[row] = 1.0 if cells.same_text(src, start, end, texts, positive) else 0.0
+                labels[row] = 1.0 if cells.same_text(buf, start, end, texts, positive) else 0.0
             elif kind < LABEL_POSITIVE:
-                number, code = cells.parse_number(src, start, end)
+                number, code = cells.parse_number(buf, start, end)
                 if code == 0:
                     labels[row], code = cells.label_value(number, kind, columns.threshold)
             elif kind >= cells.TIME_YYMMDDHH:
-                times[row], code = cells.parse_time(src, start, end, kind)
+                times[row], code = cells.parse_time(buf, start, end, kind)
             else:
                 before = n_keys
-                n_keys, code = _bag(src, start, end, kind - BAG_HEX, separators[column], bag_keys, n_keys)
+                n_keys, code = _bag(buf, start, end, kind - BAG_HEX, separators[column], bag_keys, n_keys)
                 bag_sizes[slot, row] = n_keys - before
             if code != 0:
                 break
