@@ -241,3 +241,5 @@ def run(main: Callable[[Config], None], cls: type[Config], description: str | No
         main(config)
     except (EmbcacheError, FileNotFoundError, FileExistsError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: --resume goes on from the last checkpoint")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from embcache.checkpoint import Checkpoints
+from embcache.errors import BadConfig, EmbcacheError
 from embcache.optim import SparseOptimizer
 from embcache.train import state
 from embcache.train.config import TrainConfig
@@ -26,7 +27,7 @@ from embcache.train.task import BatchSource, Evaluation, Progress, Task, Window
 __all__ = ["NonFiniteLoss", "Trainer"]
 
 
-class NonFiniteLoss(FloatingPointError):
+class NonFiniteLoss(EmbcacheError, FloatingPointError):
     """The loss or a dense gradient is NaN or infinite; no weight was changed."""
 
 
@@ -53,6 +54,8 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
+        if valid is None and (config.patience is not None or config.eval_every is not None):
+            raise BadConfig("--patience and --eval-every need validation data: give a split that has some")
         self.task, self.optimizers, self.batches, self.valid = task, list(optimizers), batches, valid
         self.config, self.clip_norm = config, optimizer_config.clip_norm
         self.checkpoints, self.observers = checkpoints, list(observers)
@@ -141,7 +144,8 @@ class Trainer:
 
     def restore(self, which: str) -> None:
         """Load the "latest" or the "best" checkpoint, everything in it."""
-        assert self.checkpoints is not None
+        if self.checkpoints is None:
+            raise BadConfig("this trainer has no checkpoints to restore from")
         saved = self.checkpoints.load(self.stores, which)
         state.load_dense_state(self.task.model, saved["model"])
         for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):

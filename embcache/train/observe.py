@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
+from embcache.errors import NotSupported
 from embcache.train.task import Progress
 
 __all__ = ["Console", "History", "Observer", "Stopwatch", "TensorBoard"]
@@ -37,17 +39,17 @@ class History:
 
     def begin(self, progress: Progress, total_steps: int) -> None:
         kept = [point for point in read_history(self._path) if point["step"] <= progress.step]
-        self._file = self._path.open("w", encoding="utf-8")
-        for point in kept:
-            self.point(point)
+        shorter = self._path.with_name(self._path.name + ".tmp")
+        shorter.write_text("".join(map(_line, kept)), encoding="utf-8")
+        os.replace(shorter, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def step(self, progress: Progress) -> None:
         return
 
     def point(self, point: Mapping[str, Any]) -> None:
         if self._file is not None:
-            finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in point.items()}
-            self._file.write(json.dumps(finite) + "\n")
+            self._file.write(_line(point))
             self._file.flush()
 
     def message(self, text: str) -> None:
@@ -56,6 +58,11 @@ class History:
     def end(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _line(point: Mapping[str, Any]) -> str:
+    finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in point.items()}
+    return json.dumps(finite) + "\n"
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
@@ -127,7 +134,10 @@ class TensorBoard:
 
     def begin(self, progress: Progress, total_steps: int) -> None:
         # Imported here: it takes a second, and only runs that want it pay.
-        from torch.utils.tensorboard import SummaryWriter
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise NotSupported("TensorBoard is not installed: pip install tensorboard, or --no-tensorboard") from error
 
         self._writer = SummaryWriter(str(self._folder), purge_step=progress.step + 1)
 

@@ -139,12 +139,12 @@ def test_synthetic_end_to_end(script, tmp_path):
 
 
 def test_demo_end_to_end(script, tmp_path):
-    lines, last = script("demo", "--rows", 40_000, "--out", tmp_path / "demo")
-    assert last["auc"] > 0.65
+    lines, last = script("demo", "--rows", 80_000, "--out", tmp_path / "demo")
+    assert last["auc"] > 0.7
     assert any("of the way from a coin to the best" in line for line in lines)
     assert any(str(tmp_path / "demo" / "report.html") in line for line in lines)
     assert "best possible" in (tmp_path / "demo" / "report.html").read_text()
-    _, same = script("demo", "--rows", 40_000, "--out", tmp_path / "demo")
+    _, same = script("demo", "--rows", 80_000, "--out", tmp_path / "demo")
     assert same == last
     _, other = script("demo", "--rows", 41_000, "--out", tmp_path / "demo")
     assert other != last

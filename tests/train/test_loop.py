@@ -7,7 +7,7 @@ import torch
 from toy import Recorder, ToyData, bits, trainer
 
 import embcache as ec
-from embcache.errors import NonFiniteGradient
+from embcache.errors import BadConfig, NonFiniteGradient
 from embcache.statefile import equal_states
 from embcache.train.loop import NonFiniteLoss
 from embcache.train.optimizers import OptimizerConfig
@@ -175,6 +175,12 @@ def test_evaluation_changes_nothing():
     after = bits(t)
     for part in ("model", "optimizers", "random", "stores"):
         assert equal_states(before[part], after[part]), part
+
+
+def test_early_stopping_without_validation_data_is_refused():
+    for settings in ({"patience": 2}, {"eval_every": 5}):
+        with pytest.raises(BadConfig, match="need validation data"):
+            trainer(**settings)
 
 
 def test_a_source_that_ends_early_is_reported():
