@@ -11,7 +11,7 @@ from typing import TextIO
 from dlrm.data import ColumnCache, IdSpec, Limits, Schema, SplitSpec, preprocess
 from embcache.train.flags import flag
 
-__all__ = ["DataConfig", "open_data"]
+__all__ = ["DataConfig", "StageLine", "open_data"]
 
 
 @dataclass(frozen=True)
@@ -37,32 +37,37 @@ def open_data(config: DataConfig, out: Path, schema: Schema | str | Path, stream
     if (first / "manifest.json").is_file():
         return ColumnCache.open(first)
     folder = config.columns or out / "columns"
-    return preprocess(
-        list(config.data),
-        folder,
-        schema,
-        config.ids,
-        config.split,
-        limits=Limits(max_bad_rows=config.max_bad_rows),
-        progress=_Line(stream or sys.stderr),
-    )
+    limits = Limits(max_bad_rows=config.max_bad_rows)
+    line = StageLine(stream or sys.stderr, "preprocessing: ")
+    try:
+        return preprocess(list(config.data), folder, schema, config.ids, config.split, limits=limits, progress=line)
+    finally:
+        line.close()
 
 
-class _Line:
-    """What preprocessing does: a line that renews itself on a terminal, elsewhere one a stage and every ten seconds."""
+class StageLine:
+    """What is being done to the data: a line that renews itself on a terminal; elsewhere a line for each stage and one
+    every ten seconds."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._live = stream, stream.isatty()
+    def __init__(self, stream: TextIO, prefix: str = "") -> None:
+        self._stream, self._live, self._prefix = stream, stream.isatty(), prefix
         self._last, self._stage = 0.0, ""
 
     def __call__(self, stage: str, rows: int, fraction: float) -> None:
-        now, text = time.monotonic(), f"preprocessing: {stage}, {rows:,} rows"
+        now, new = time.monotonic(), stage != self._stage
+        text = f"{self._prefix}{stage}, {rows:,} rows, {fraction:4.0%}"
         if self._live:
-            if stage != self._stage or fraction >= 1 or now - self._last > 0.2:
-                self._stream.write(f"\r{text}, {fraction:4.0%}" + ("\n" if fraction >= 1 else ""))
+            if new or fraction >= 1 or now - self._last > 0.2:
+                self._stream.write(("\n" if new and self._stage else "") + f"\r{text}")
                 self._last = now
-        elif stage != self._stage or now - self._last > 10:
-            self._stream.write(f"preprocessing: {stage}\n" if stage != self._stage else f"{text}, {fraction:.0%}\n")
+        elif new or now - self._last > 10:
+            self._stream.write(f"{self._prefix}{stage}\n" if new else f"{text}\n")
             self._last = now
         self._stage = stage
         self._stream.flush()
+
+    def close(self) -> None:
+        """End the line."""
+        if self._live and self._stage:
+            self._stream.write("\n")
+        self._stage = ""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dlrm.data import SyntheticConfig, SyntheticLog
 from dlrm.run import ClickConfig, ModelConfig, build_trainer, test_loader
-from dlrm.source import DataConfig, open_data
+from dlrm.source import DataConfig, StageLine, open_data
 from embcache.train.charts import duration
 from embcache.train.config import TrainConfig
 from embcache.train.flags import flag, run
@@ -58,7 +58,10 @@ def generate(log: SyntheticLog, path: Path) -> dict[str, float]:
             return dict(known["best"]["test"])
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(path.parent / "columns", ignore_errors=True)  # those of another log
-    return dict(log.write(path)["best"]["test"])
+    line = StageLine(sys.stderr)
+    written = log.write(path, progress=lambda rows: line("writing", rows, rows / log.rows))
+    line.close()
+    return dict(written["best"]["test"])
 
 
 def main(config: Config) -> None:
