@@ -23,7 +23,7 @@ DECAY_MODES = {"none": 0, "l2": 1, "decoupled": 2}
 ROW_STEP_FLAG, DECAY_SHIFT, ROUNDING_FLAG = 8, 1, 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
     """Base of the update rules. ``lr`` is the learning rate at construction; a scheduler changes the optimizer's."""
 
@@ -345,7 +345,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Write the hyper matrix; ``filled`` remembers which options each row was last made from."""
         matrix = hyper.numpy()
         for t, (rule, group) in enumerate(zip(store.rules, groups, strict=False)):
-            options = [group[name] for name in rule._columns]
+            options = [float(group[name]) for name in rule._columns]
             if filled[t] != options:
                 row = [0.0] * HYPER
                 rule.fill_hyper(row, group)

@@ -17,6 +17,11 @@ from .layout import BAGS, FIRST, OFFSET, POOL, STRIDE, SUM, TABLE, TENSOR, PartL
 from .tiers.base import FrontTier
 
 
+def _version(tensor: Tensor) -> int:
+    """Counts torch's writes to the tensor (inference tensors have no count)."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 class Part:
     """One kernel call of a staged batch.
 
@@ -45,6 +50,8 @@ class Part:
             self.shape = (self.numel,)
         self.open, self.training = True, training
         self._values = batch.values()
+        self._seen = _version(batch.values()), _version(batch.offsets())
+        self._offsets = batch.offsets()
         self._front = front
         self._lease = front.stage(self.features, batch.values(), self.offsets, training)
         self._holders = 1
@@ -63,6 +70,11 @@ class Part:
         if self._holders == 0:
             self._front.release(self._lease)
             self._lease = None
+
+    def check_unchanged(self) -> None:
+        """Raise where the ids were overwritten since the batch was staged, by a loader that reuses memory say."""
+        if self._seen != (_version(self._values), _version(self._offsets)):
+            raise StaleLookup("the ids of a batch were changed in place between its lookup and step()")
 
     def slots(self) -> Tensor:
         """The slot of each id; the rows are resident and pinned afterwards."""
@@ -232,6 +244,18 @@ class Gathered(NamedTuple):
     part: Part
     grad: Tensor
     source: Part
+    version: int
+
+    @staticmethod
+    def of(part: Part, grad: Tensor, source: Part) -> Gathered:
+        """With the gradient's version as it is now."""
+        return Gathered(part, grad, source, _version(grad))
+
+    def check_unchanged(self) -> None:
+        """Raise where what the update will read is no longer what backward gave."""
+        self.source.check_unchanged()
+        if self.version != _version(self.grad):
+            raise StaleLookup("the gradient given to backward() was changed in place before step()")
 
 
 class Update(NamedTuple):
@@ -247,7 +271,7 @@ class Update(NamedTuple):
 def join(pending: Sequence[Gathered], frozen: frozenset[int]) -> Update:
     """Everything gathered as one update, in (call, feature, position) order, without frozen tables."""
     if len(pending) == 1:
-        part, grad, _ = pending[0]
+        part, grad = pending[0][:2]
         features, grad = part.update_features(grad)
         update = Update(features, part.slots(), part.offsets, part.float_weights(), [grad])
     else:
@@ -259,14 +283,15 @@ def join(pending: Sequence[Gathered], frozen: frozenset[int]) -> Update:
 
 
 def _concatenate(pending: Sequence[Gathered]) -> Update:
+    pairs = [(item.part, item.grad) for item in pending]
     features, grads, bags, ids = [], [], 0, 0
-    slots = [part.slots() for part, _, _ in pending]
+    slots = [part.slots() for part, _ in pairs]
     if len({s.dtype for s in slots}) > 1:
         slots = [s.to(torch.int64) for s in slots]
-    jagged = any(part.offsets is not None for part, _, _ in pending)
-    weighted = any(part.weights is not None for part, _, _ in pending)
+    jagged = any(part.offsets is not None for part, _ in pairs)
+    weighted = any(part.weights is not None for part, _ in pairs)
     offsets, weights = [], []
-    for k, (part, grad, _) in enumerate(pending):
+    for k, (part, grad) in enumerate(pairs):
         mine, grad = part.update_features(grad)
         mine = mine.clone()
         mine[:, FIRST] += bags

@@ -211,7 +211,7 @@ class EmbeddingStore:
             self.problem = self._nonfinite(part, grad)
         part.hold()
         adjusted = part.adjusted(grad, self.tables) if self._by_freq or self._padded else (part, grad)
-        self._pending.append(Gathered(*adjusted, part))
+        self._pending.append(Gathered.of(*adjusted, part))
         if bad:
             self._marked[:] = float("nan")
 
@@ -248,7 +248,7 @@ class EmbeddingStore:
 
     def pending_tables(self) -> set[int]:
         """Unfrozen tables with gradients waiting."""
-        return {t for part, _, _ in self._pending for t in part.layout.tables} - self.frozen
+        return {t for item in self._pending for t in item.part.layout.tables} - self.frozen
 
     def multipliers(self) -> Any:
         """numpy fp32 [T]: what ``GradScaler.unscale_`` has multiplied each table's gradient by."""
@@ -280,9 +280,11 @@ class EmbeddingStore:
         if not touched:
             self.discard()
             return 0
+        for item in pending:
+            item.check_unchanged()
         update = join(pending, self.frozen)
         if self._normed:
-            self._renormalise([part for part, _, _ in pending])
+            self._renormalise([item.part for item in pending])
         rows = self.kernels.fused_update(
             self._slabs,
             self._written,

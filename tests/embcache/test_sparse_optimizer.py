@@ -394,6 +394,42 @@ def test_a_batch_staged_for_reading_cannot_be_trained_on() -> None:
         assert not ebc(jagged(FEATURES, ROWS, 6)).values().requires_grad
 
 
+def test_two_stores_step_together_or_not_at_all(backend: str) -> None:
+    bags = [ec.EmbeddingBag(9, 4, mode="sum", name=n, optimizer=ec.optim.SGD(1.0), backend=backend) for n in "ab"]
+    model = torch.nn.ModuleList(bags)
+    optimizer = ec.optim.SparseOptimizer(model, on_nonfinite="skip")
+    optimizer.param_groups[1]["lr"] = torch.tensor(2.0)
+    before = [bag.weight.clone() for bag in bags]
+    ids = torch.tensor([[3]])
+    bags[0](ids).sum().backward()
+    (bags[1](ids) * float("inf")).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(bag.weight, w) for bag, w in zip(bags, before, strict=True))
+    sum(bag(ids).sum() for bag in bags).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert torch.equal(bags[0].weight[3], before[0][3] - 1)
+    assert torch.equal(bags[1].weight[3], before[1][3] - 2)
+
+
+def test_ids_or_gradients_changed_before_the_step_are_refused() -> None:
+    """Both are kept, not copied: overwriting them would train other rows, or by other numbers, without a word."""
+    ebc, optimizer = make()
+    before = state(ebc)
+    kjt = jagged(FEATURES, ROWS, 6)
+    ebc(kjt).values().sum().backward()
+    kjt.values().zero_()
+    with pytest.raises(StaleLookup, match="ids of a batch were changed in place"):
+        optimizer.step()
+    optimizer.zero_grad()
+    g = torch.ones(6, 16)
+    ebc(jagged(FEATURES, ROWS, 6)).values().backward(g)
+    g.mul_(2)
+    with pytest.raises(StaleLookup, match="gradient given to backward"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert equal(before, state(ebc))
+
+
 def test_unsharded_step_refused_at_world_size_two(monkeypatch: pytest.MonkeyPatch) -> None:
     ebc, optimizer = make()
     before = state(ebc)
