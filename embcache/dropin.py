@@ -189,6 +189,8 @@ class EmbeddingBag(_TorchLike):
     def _batch(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> KeyedJaggedTensor:
         if weights is not None and weights.shape != ids.shape:
             raise BadJagged(f"per_sample_weights has shape {list(weights.shape)}, input {list(ids.shape)}")
+        if weights is not None and not weights.is_floating_point():
+            raise BadJaggedType(f"per_sample_weights has dtype {weights.dtype}, must be floating point")
         if ids.dim() == 2:
             if offsets is not None:
                 raise BadJagged("offsets is given, but rows of a two-dimensional input are bags already")

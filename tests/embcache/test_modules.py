@@ -243,6 +243,10 @@ def test_zero_tables_and_missing_features() -> None:
         (lambda: ec.Embedding(4, 4, out_of_range="drop"), NotSupported, "drop"),
         (lambda: ec.EmbeddingBag(4, 4)(torch.tensor([1.0])), BadJaggedType, "input has dtype torch.float32"),
         (lambda: ec.EmbeddingBag(4, 4)(torch.tensor([1])), BadJagged, "needs offsets"),
+        (lambda: ec.EmbeddingBag(4, 4)(torch.tensor([[1]]), None, torch.tensor([[1]])), BadJaggedType,
+         "per_sample_weights has dtype torch.int64"),
+        (lambda: ec.EmbeddingBag(4, 4)(torch.tensor([[1]]), None, torch.tensor([1.0])), BadJagged,
+         r"per_sample_weights has shape \[1\], input \[1, 1\]"),
         (lambda: ec.EmbeddingBag(4, 4)(torch.tensor([[1]]), torch.tensor([0])), BadJagged, "offsets is given"),
         (lambda: ec.EmbeddingBag(4, 4)(torch.tensor([1]), torch.tensor([1])), BadJagged, r"offsets\[0\] = 1"),
         (lambda: ec.EmbeddingBagCollection(TABLES, is_weighted=True)(jagged(FEATURES, ROWS, 2)), BadJagged,
@@ -318,6 +322,16 @@ def test_half_changes_the_outputs_dtype_only(backend: str, dtype: torch.dtype) -
     assert torch.equal(bag.weight[1], before - 0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_half_storage_reads_as_its_fp32_values(backend: str, dtype: torch.dtype, mode: str) -> None:
+    half = ec.EmbeddingBag(50, 9, mode=mode, dtype=dtype, backend=backend)
+    whole = torch.nn.EmbeddingBag(50, 9, mode=mode, _weight=half.weight.float())
+    values, offsets = ragged()
+    assert half.weight.dtype == dtype
+    assert torch.equal(half(values, offsets[:-1]), whole(values, offsets[:-1]))
+
+
 def test_deepcopy_copies_and_the_copy_is_its_own(backend: str) -> None:
     model = torch.nn.Sequential(ec.Embedding(10, 4, optimizer=ec.optim.Adam(lr=0.1), backend=backend))
     optimizer = ec.optim.SparseOptimizer(model)
@@ -373,5 +387,5 @@ def test_no_grad_forward_leaves_nothing_behind(backend: str) -> None:
     for seed in range(5):
         ebc(jagged(FEATURES, ROWS, 6, seed=seed))
     gc.collect()
-    assert not [o for o in gc.get_objects() if isinstance(o, Handle)]
+    assert not [o for o in gc.get_objects() if type(o) is Handle]
     assert not ebc.store.pending_tables()
