@@ -7,11 +7,11 @@
 namespace embcache {
 namespace EC_NS {
 
-constexpr int64_t kBlock = 4096;
+constexpr int64_t kFiniteBlock = 4096;
 
 static bool finite(const void* data, int dtype, int64_t n) {
-  for (int64_t at = 0; at < n; at += kBlock) {
-    const int64_t m = n - at < kBlock ? n - at : kBlock;
+  for (int64_t at = 0; at < n; at += kFiniteBlock) {
+    const int64_t m = n - at < kFiniteBlock ? n - at : kFiniteBlock;
     uint32_t bad = 0;
     if (dtype == kFloat32) {
       const uint32_t* x = (const uint32_t*)data + at;

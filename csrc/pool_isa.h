@@ -6,10 +6,15 @@
 namespace embcache {
 namespace EC_NS {
 
-constexpr int64_t kRowsAhead = 16;  // prefetch distance of the lookup, in positions
+constexpr int64_t kBytesAhead = 4096;  // prefetch distance of the lookup: as many rows as this, 4 to 16
+constexpr int64_t kBagsAhead = 8;   // and of its output, in bags
+constexpr int kBlock = EC_ISA ? 8 : 4;  // column blocks of 16 that are summed in registers at once
 
 EC_INLINE void prefetch_read(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+}
+EC_INLINE void prefetch_write(uint8_t* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 1, 3);
 }
 EC_INLINE int64_t offset_of(const Bags& b, int64_t bag) {
   if (!b.offsets) return bag;
@@ -24,6 +29,7 @@ struct Rows {
   const I* slots;
   const float* weights;
   int64_t limit;  // end of the positions, for the prefetch
+  int64_t ahead;  // prefetch distance in positions
 };
 
 // acc = the sum over positions [p, e) of kN * 16 columns from `col` on.
@@ -32,7 +38,7 @@ EC_INLINE void pool_block(const Rows<I>& r, int64_t p, int64_t e, int64_t col, V
   for (int i = 0; i < kN; ++i) acc[i] = v_zero();
   for (; p < e; ++p) {
     if (kPrefetch) {
-      const int64_t q = p + kRowsAhead < r.limit ? p + kRowsAhead : r.limit - 1;
+      const int64_t q = p + r.ahead < r.limit ? p + r.ahead : r.limit - 1;
       prefetch_read(r.slab + (int64_t)r.slots[q] * r.row_bytes, r.bytes);
     }
     const typename S::type* row = (const typename S::type*)(r.slab + (int64_t)r.slots[p] * r.row_bytes) + col;
@@ -76,19 +82,29 @@ EC_INLINE void pool_columns(const Rows<I>& r, int64_t p, int64_t e, int64_t col,
 
 template <class S, class I, bool kWeighted>
 static void pool_run(const Bags& b, const Vectors& out) {
-  const int64_t dim = b.table->dim, wide = dim & ~(int64_t)63;
+  const int64_t dim = b.table->dim;
+  const int64_t out_size = out.dtype == kFloat32 ? 4 : 2, out_bytes = dim * out_size;
   Rows<I> r = {b.table->slab, b.table->row_bytes, dim * (int64_t)sizeof(typename S::type), (const I*)b.values,
-               b.weights, offset_of(b, b.end)};
+               b.weights, offset_of(b, b.end), 16};
   if (r.row_bytes % 64) r.bytes += 60;
+  while (r.ahead > 4 && r.ahead * r.bytes > kBytesAhead) r.ahead /= 2;
   for (int64_t bag = b.begin; bag < b.end; ++bag) {
     const int64_t p = offset_of(b, bag), e = b.offsets ? offset_of(b, bag + 1) : bag + 1;
     const bool mean = b.mean && e > p;
     const V length = v_set1((float)(e - p));
     const int64_t at = (bag - out.first) * out.stride;
+    prefetch_write((uint8_t*)out.base + (at + kBagsAhead * out.stride) * out_size, out_bytes);
     int64_t col = 0;
-    if (wide) pool_columns<S, I, 4, kWeighted, true>(r, p, e, 0, mean, length, out, at), col = 64;
-    for (; col < wide; col += 64) pool_columns<S, I, 4, kWeighted, false>(r, p, e, col, mean, length, out, at);
-    if (!wide && dim >= 16) pool_columns<S, I, 1, kWeighted, true>(r, p, e, 0, mean, length, out, at), col = 16;
+    if (dim >= 16 * kBlock) {
+      pool_columns<S, I, kBlock, kWeighted, true>(r, p, e, 0, mean, length, out, at);
+      for (col = 16 * kBlock; col + 16 * kBlock <= dim; col += 16 * kBlock)
+        pool_columns<S, I, kBlock, kWeighted, false>(r, p, e, col, mean, length, out, at);
+    } else if (dim >= 64) {
+      pool_columns<S, I, 4, kWeighted, true>(r, p, e, 0, mean, length, out, at), col = 64;
+    } else if (dim >= 16) {
+      pool_columns<S, I, 1, kWeighted, true>(r, p, e, 0, mean, length, out, at), col = 16;
+    }
+    if (dim - col >= 64) pool_columns<S, I, 4, kWeighted, false>(r, p, e, col, mean, length, out, at), col += 64;
     if (dim - col >= 32) pool_columns<S, I, 2, kWeighted, false>(r, p, e, col, mean, length, out, at), col += 32;
     if (dim - col >= 16) pool_columns<S, I, 1, kWeighted, false>(r, p, e, col, mean, length, out, at), col += 16;
     if (col < dim) {

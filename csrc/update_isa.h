@@ -2,6 +2,7 @@
 #pragma once
 #include "kernels.h"
 #include "lanes.h"
+#include "pool_isa.h"
 #include "random.h"
 
 namespace embcache {
@@ -14,10 +15,6 @@ template <>
 struct Lift<V> {
   EC_INLINE V of(float x) { return v_set1(x); }
 };
-
-EC_INLINE void prefetch_write(uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 1, 3);
-}
 
 template <bool kWeighted>
 EC_INLINE const float* grad_row(const Groups& g, int64_t i, float* weight) {
@@ -54,10 +51,16 @@ EC_INLINE void sum_columns(const Groups& g, int64_t from, int64_t n, int64_t col
 
 template <bool kWeighted>
 EC_INLINE void sum_run(int64_t dim, const Groups& g, int64_t from, int64_t n, float* out) {
-  const int64_t wide = dim & ~(int64_t)63, bytes = dim * 4;
+  const int64_t bytes = dim * 4;
   int64_t col = 0;
-  if (wide) sum_columns<4, kWeighted, true>(g, from, n, 0, bytes, out), col = 64;
-  for (; col < wide; col += 64) sum_columns<4, kWeighted, false>(g, from, n, col, bytes, out);
+  if (dim >= 16 * kBlock) {
+    sum_columns<kBlock, kWeighted, true>(g, from, n, 0, bytes, out);
+    for (col = 16 * kBlock; col + 16 * kBlock <= dim; col += 16 * kBlock)
+      sum_columns<kBlock, kWeighted, false>(g, from, n, col, bytes, out);
+  } else if (dim >= 64) {
+    sum_columns<4, kWeighted, true>(g, from, n, 0, bytes, out), col = 64;
+  }
+  if (dim - col >= 64) sum_columns<4, kWeighted, false>(g, from, n, col, bytes, out), col += 64;
   if (dim - col >= 32) sum_columns<2, kWeighted, false>(g, from, n, col, bytes, out), col += 32;
   if (dim - col >= 16) sum_columns<1, kWeighted, false>(g, from, n, col, bytes, out), col += 16;
   if (col < dim) {
