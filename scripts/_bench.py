@@ -20,6 +20,7 @@ and numpy. Exceptions of a handler are raised in the parent as :class:`WorkerErr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -84,7 +85,8 @@ class Worker:
     def close(self) -> None:
         """Ends the worker and waits for it, so that its memory is free for the next one."""
         if self.process.stdin is not None and not self.process.stdin.closed:
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it died with a call unread
+                self.process.stdin.close()
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:

@@ -178,7 +178,7 @@ class _FusedMLP(torch.autograd.Function):
         for i in range(len(ctx.weights) - 1, -1, -1):
             h, weight = ctx.inputs[i], ctx.weights[i]
             incoming = i + 1 == len(ctx.weights)  # autograd's own tensor, not to be written
-            masked = lease.take(*grad.shape, grad.dtype) if incoming and output is not None else grad
+            masked = lease.take(grad.shape[0], grad.shape[1], grad.dtype) if incoming and output is not None else grad
             grads.append(_relu_backward(grad, output, masked))
             grad = masked
             grads.append(_weight_gradient(grad, h))
