@@ -6,10 +6,12 @@ text reader and the Parquet reader, so that a value means the same in both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from dlrm.data.hashing import FNV_OFFSET, FNV_PRIME, mix64
-from dlrm.data.jit import I64, inline, kernel
+from dlrm.data.jit import I64, inline, kernel, pasted
 from dlrm.data.transform import log1p_clipped
 
 SKIP, LABEL, LABEL_THRESHOLD, LABEL_POSITIVE, DENSE_LOG1P, DENSE_IDENTITY = range(6)
@@ -67,7 +69,7 @@ def same_text(buf: np.ndarray, start: int, end: int, texts: np.ndarray, bounds: 
     return False
 
 
-@inline
+@pasted
 def parse_hex(buf: np.ndarray, start: int, end: int) -> tuple[I64, int]:
     """Up to 16 hexadecimal digits of either case, read as uint64 and kept as int64."""
     value, wrong = np.uint64(0), np.uint64(0)
@@ -245,3 +247,28 @@ def label_value(x: float, kind: int, threshold: float) -> tuple[np.float32, int]
     if not 0.0 <= x <= 1.0:
         return np.float32(0.0), LABEL_RANGE
     return np.float32(x), 0
+
+
+@inline
+def parse_label(
+    buf: np.ndarray, start: I64, end: I64, kind: I64, threshold: float, texts: np.ndarray, positive: np.ndarray
+) -> tuple[Any, I64]:
+    """The label (float32) of a cell by its rule."""
+    if kind == LABEL_POSITIVE:
+        return np.float32(1.0) if same_text(buf, start, end, texts, positive) else np.float32(0.0), 0
+    number, code = parse_number(buf, start, end)
+    return label_value(number, kind, threshold) if code == 0 else (np.float32(0.0), code)
+
+
+@pasted
+def parse_dense(buf: np.ndarray, start: I64, end: I64, kind: I64, logs: np.ndarray) -> tuple[Any, I64]:
+    """A number (float32) after its transform; figures up to 999 come from the table."""
+    short, value = end - start <= 3, np.int64(0)
+    for k in range(start, min(end, start + 3)):
+        figure = np.int64(buf[k]) - 48
+        short = short and 0 <= figure <= 9
+        value = value * 10 + figure
+    if short:
+        return logs[value] if kind == DENSE_LOG1P else np.float32(value), 0
+    number, code = parse_number(buf, start, end)
+    return dense_value(number, kind), code

@@ -23,7 +23,10 @@ with contextlib.suppress(ImportError):  # Numba belongs to the `cpu` extra
 def kernel(function: F) -> F:
     """Compile ``function`` (nogil, cached on disk); without Numba, calling it says what is missing."""
     if _njit is not None:
-        return _njit(nogil=True, cache=True)(function)
+        try:
+            return _njit(nogil=True, cache=True)(function)
+        except RuntimeError:  # no folder that Numba could keep its cache in
+            return _njit(nogil=True)(function)
 
     def missing(*_args: Any, **_kwargs: Any) -> Any:
         raise ImportError(f"{function.__name__} needs Numba: pip install 'embcache[cpu]'")
@@ -34,3 +37,8 @@ def kernel(function: F) -> F:
 def inline(function: F) -> F:
     """A helper that kernels call: compiled into each of them."""
     return function if _njit is None else _njit(nogil=True, inline="never")(function)
+
+
+def pasted(function: F) -> F:
+    """A helper copied into its callers before compilation, where a call in the innermost loop would cost too much."""
+    return function if _njit is None else _njit(nogil=True, inline="always")(function)

@@ -8,9 +8,22 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrm.data import cells
-from dlrm.data.cells import ABSENT, BAD_TIME, BAG_HEX, FEW, ID_HEX, LABEL, LABEL_POSITIVE, MANY, QUOTE
+from dlrm.data.cells import (
+    ABSENT,
+    BAD_TIME,
+    BAG_HEX,
+    DENSE_LOG1P,
+    FEW,
+    ID_HEX,
+    LABEL,
+    LABEL_POSITIVE,
+    MANY,
+    QUOTE,
+    SKIP,
+    TIME_YYMMDDHH,
+)
 from dlrm.data.errors import MalformedRow, SchemaError
-from dlrm.data.jit import I64, inline, kernel
+from dlrm.data.jit import I64, inline, kernel, pasted
 from dlrm.data.parsed import BadCell, Parsed
 from dlrm.data.schema import Schema
 
@@ -172,6 +185,19 @@ def _bag(
     return n, 0
 
 
+@pasted
+def _cut(buf: np.ndarray, at: I64, delimiter: I64, quote: I64) -> tuple[I64, I64, I64]:
+    # The cell that begins at ``at``: (start, end, place of the delimiter or newline after it); end -1 for a bad quote.
+    start = at
+    if quote >= 0 and buf[at] == quote:
+        end, at = _unquote(buf, at, quote)
+        at += 1 if buf[at] == 13 else 0
+        return start + 1, end if buf[at] == delimiter or buf[at] == 10 else -1, at
+    while buf[at] != delimiter and buf[at] != 10:
+        at += 1
+    return start, at - 1 if buf[at] == 10 and at > start and buf[at - 1] == 13 else at, at
+
+
 @kernel
 def _parse(
     buf: np.ndarray,
@@ -185,92 +211,60 @@ def _parse(
     bag_keys: np.ndarray,
     bad: np.ndarray,
 ) -> tuple[int, int, int, int]:
-    kinds, slots, separators = columns.kinds, columns.slots, columns.separators
+    kinds, slots, separators, threshold = columns.kinds, columns.slots, columns.separators, columns.threshold
     texts, markers, positive, logs = columns.texts, columns.missing, columns.positive, columns.log_table
     delimiter, quote, last = columns.delimiter, columns.quote, columns.kinds.shape[0] - 1
-    at, row, line, n_bad, n_keys, size = 0, 0, 0, 0, 0, buf.shape[0]
-    while at < size:
+    at, row, line, n_bad, n_keys = 0, 0, 0, 0, 0
+    while at < buf.shape[0]:
         if buf[at] == 10 or (buf[at] == 13 and buf[at + 1] == 10):  # a blank line holds no row
             at += 1 if buf[at] == 10 else 2
             line += 1
             continue
-        code, column, cell, cell_end, first_key = 0, 0, at, at, n_keys
-        for column in range(last + 1):
+        code, column, cell, first_key = 0, 0, at, n_keys
+        while code == 0 and column <= last:
             cell = at
-            if quote >= 0 and buf[at] == quote:
-                start = at + 1
-                end, at = _unquote(buf, at, quote)
-                cell_end = at
-                at += 1 if buf[at] == 13 else 0
-                if end < 0 or (buf[at] != delimiter and buf[at] != 10):
-                    code = QUOTE
-                    break
-            else:
-                while buf[at] != delimiter and buf[at] != 10:
-                    at += 1
-                start, end = cell, at
-                if buf[at] == 10 and end > start and buf[end - 1] == 13:
-                    end -= 1
-                cell_end = end
-            if (buf[at] == 10) != (column == last):
-                code = MANY if column == last else FEW
-                break
-            at += 1
+            start, end, at = _cut(buf, at, delimiter, quote)
             kind, slot = kinds[column], slots[column]
-            if kind == 0:
-                continue
-            absent = end == start or (markers.shape[0] > 1 and cells.same_text(buf, start, end, texts, markers))
-            if absent:
-                if kind <= LABEL_POSITIVE or kind >= cells.TIME_YYMMDDHH:
+            if end < 0:
+                code = QUOTE
+            elif (buf[at] == 10) != (column == last):
+                code = MANY if column == last else FEW
+            elif kind == SKIP:
+                pass
+            elif start == end or (markers.shape[0] > 1 and cells.same_text(buf, start, end, texts, markers)):
+                if kind <= LABEL_POSITIVE or kind >= TIME_YYMMDDHH:
                     code = ABSENT
-                    break
-                if kind <= cells.DENSE_IDENTITY:
+                elif kind < ID_HEX:
                     dense[row, slot] = 0.0
                 elif kind < BAG_HEX:
-                    keys[slot, row] = 0
-                    missing[slot, row] = True
+                    keys[slot, row], missing[slot, row] = 0, True
                 else:
                     bag_sizes[slot, row] = 0
-            elif kind == ID_HEX:
+            elif kind < DENSE_LOG1P:
+                labels[row], code = cells.parse_label(buf, start, end, kind, threshold, texts, positive)
+            elif kind < ID_HEX:
+                dense[row, slot], code = cells.parse_dense(buf, start, end, kind, logs)
+            elif kind == ID_HEX:  # by far the most frequent
                 keys[slot, row], code = cells.parse_hex(buf, start, end)
                 missing[slot, row] = False
-            elif kind <= cells.DENSE_IDENTITY and kind > LABEL_POSITIVE:
-                short = end - start <= 3
-                value: I64 = 0
-                for k in range(start, end):
-                    short = short and 48 <= buf[k] <= 57
-                    value = value * 10 + np.int64(buf[k]) - 48 if short else value
-                if short:
-                    dense[row, slot] = logs[value] if kind == cells.DENSE_LOG1P else np.float32(value)
-                else:
-                    number, code = cells.parse_number(buf, start, end)
-                    dense[row, slot] = cells.dense_value(number, kind)
-            elif kind < BAG_HEX and kind > ID_HEX:
+            elif kind < BAG_HEX:
                 keys[slot, row], code = cells.parse_key(buf, start, end, kind - ID_HEX)
                 missing[slot, row] = False
-            elif kind == LABEL_POSITIVE:
-                labels[row] = 1.0 if cells.same_text(buf, start, end, texts, positive) else 0.0
-            elif kind < LABEL_POSITIVE:
-                number, code = cells.parse_number(buf, start, end)
-                if code == 0:
-                    labels[row], code = cells.label_value(number, kind, columns.threshold)
-            elif kind >= cells.TIME_YYMMDDHH:
-                times[row], code = cells.parse_time(buf, start, end, kind)
-            else:
+            elif kind < TIME_YYMMDDHH:
                 before = n_keys
                 n_keys, code = _bag(buf, start, end, kind - BAG_HEX, separators[column], bag_keys, n_keys)
                 bag_sizes[slot, row] = n_keys - before
-            if code != 0:
-                break
-        if code == 0:
-            row += 1
-        else:
+            else:
+                times[row], code = cells.parse_time(buf, start, end, kind)
+            at += 1
+            column += 1
+        row += 1 if code == 0 else 0
+        if code != 0:
+            at -= 1  # at the cell's end again
             if n_bad < bad.shape[0]:
-                bad[n_bad, 0], bad[n_bad, 1], bad[n_bad, 2] = line, column + 1 if code == FEW else column, code
-                bad[n_bad, 3], bad[n_bad, 4] = cell, cell_end
-            n_bad += 1
-            n_keys = first_key
-            at = max(at - 1, 0)
+                bad[n_bad, 0], bad[n_bad, 1], bad[n_bad, 2] = line, column if code == FEW else column - 1, code
+                bad[n_bad, 3], bad[n_bad, 4] = cell, at
+            n_bad, n_keys = n_bad + 1, first_key
             while buf[at] != 10:
                 at += 1
             at += 1
