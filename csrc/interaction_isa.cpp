@@ -112,6 +112,8 @@ void forward(const Interaction& a, int64_t begin, int64_t end, void* out, int64_
       at += dim;
     }
     transpose(s, n - 1, dim, columns);  // the last vector is never a column
+    const int64_t size = a.bf16 ? 2 : 4, width = a.width();
+    memset((char*)out + (b * out_stride + width) * size, 0, (out_stride - width) * size);  // the padding
     for (int64_t i0 = 0; i0 < n; i0 += kTile) {
       const int64_t last = (i0 + kTile < n ? i0 + kTile : n) - 1;
       const float* x[kTile];  // rows past the end repeat the last one and are dropped

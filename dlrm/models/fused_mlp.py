@@ -130,12 +130,21 @@ def _relu_backward(grad: Tensor, output: Tensor | None, to: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with output rows that begin at multiples of 16 elements: ragged rows cost it up to half as much again."""
+    """a @ b, whose columns are made a multiple of 16 for the product: ragged ones cost it up to half as much again.
+
+    What fills the further columns does not matter, they are cut off again.
+    """
     width = b.shape[1]
-    if width % 16 == 0 or width < 64:
+    padded = (width + 15) // 16 * 16
+    if width == padded or width < 64:
         return torch.mm(a, b)
-    out = torch.empty(a.shape[0], (width + 15) // 16 * 16, dtype=a.dtype)[:, :width]
-    return torch.mm(a, b, out=out)
+    room = b.untyped_storage().nbytes() // b.element_size() - b.storage_offset()
+    if b.stride(1) == 1 and b.stride(0) >= padded and (b.shape[0] - 1) * b.stride(0) + padded <= room:
+        wide = b.as_strided((b.shape[0], padded), b.stride())  # the rows have the columns already
+    else:
+        wide = b.new_zeros(b.shape[0], padded)
+        wide[:, :width] = b
+    return torch.mm(a, wide)[:, :width]
 
 
 def _weight_gradient(grad: Tensor, h: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def test_strided_input_and_expanded_gradient() -> None:
     mlp = MLP(15, [8, 4])
     same_as_plain(mlp, torch.randn(12, 16)[:, :15])
     x = torch.randn(12, 15)
-    mlp(x).sum().backward()  # an expanded, stride 0 gradient
+    mlp(x).sum().backward()  # an expanded gradient of stride 0
     actual = [p.grad.clone() for p in mlp.parameters()]
     mlp.zero_grad()
     plain(mlp, x).sum().backward()
@@ -219,3 +219,19 @@ def test_dense_fields() -> None:
 def test_wrong_sizes(sizes: tuple) -> None:
     with pytest.raises(ValueError, match="mlp1: layer sizes must be positive integers"):
         check_sizes("mlp1", sizes)
+
+
+@pytest.mark.parametrize("columns", [70, 96])
+@pytest.mark.parametrize("layout", ["own rows", "padded rows", "last rows of a storage", "transposed"])
+def test_ragged_products(columns: int, layout: str) -> None:
+    a = torch.randn(5, 9)
+    if layout == "own rows":
+        b = torch.randn(9, columns)
+    elif layout == "padded rows":
+        b = torch.full((9, 112), float("nan"))[:, :columns]
+        b.copy_(torch.randn(9, columns))
+    elif layout == "last rows of a storage":
+        b = torch.randn(9, 112)[:, 112 - columns :]  # widening the last row would leave the storage
+    else:
+        b = torch.randn(columns, 9).t()
+    torch.testing.assert_close(fused._product(a, b), a @ b)
