@@ -129,8 +129,9 @@ def _table_facts(trainer: Trainer) -> list[TableFacts]:
 
 
 def _summary(trainer: Trainer, progress: Any) -> str:
-    steps, size = f"{progress.step:,} steps", f"{trainer.config.global_batch_size:,} samples"
-    text = f"{steps} of {size}, {progress.step / max(len(trainer.batches), 1):.3g} passes over the data"
+    passes = f"{progress.step / max(len(trainer.batches), 1):.3g}"
+    text = f"{progress.step:,} steps of {trainer.config.global_batch_size:,} samples"
+    text += f", {passes} pass{'' if passes == '1' else 'es'} over the data"
     if progress.best_step is not None:
         which = "these weights are tested" if trainer.config.test_weights == "best" else "the last weights are tested"
         text += f"; best {trainer.task.monitor.upper()} at step {progress.best_step:,}, {which}"
