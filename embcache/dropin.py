@@ -170,7 +170,6 @@ class EmbeddingBag(_TorchLike):
         bag.freeze(frozen=freeze)
         return bag
 
-    @torch.compiler.disable
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """[B, D] from ``input`` [B, L], or from ``input`` [n] and ``offsets`` [B] (bag starts; with
         ``include_last_offset`` [B + 1]). ``per_sample_weights`` has the shape of ``input``; for mean pooling, where
@@ -280,7 +279,6 @@ class Embedding(_TorchLike):
         ours.setdefault("dtype", embeddings.dtype)
         return cls(rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze, **ours)
 
-    @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         """[..., D] from ids of any shape."""
         flat = self._ids(input).reshape(-1)

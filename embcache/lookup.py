@@ -23,6 +23,17 @@ def _refuse_unsharded_replicas() -> None:
             )
 
 
+def _hide_from_compiler(cls: type) -> None:
+    """Apply ``torch.compiler.disable`` to the forwards of our modules: torch.compile breaks its graph there, once.
+
+    Not a decorator, because torch's imports the compiler, which takes seconds: importing this package must not.
+    """
+    for base in cls.__mro__:
+        forward = vars(base).get("forward") if base.__module__.startswith(__name__.rpartition(".")[0]) else None
+        if forward is not None and not hasattr(forward, "_torchdynamo_disable"):
+            base.forward = torch.compiler.disable(forward)  # type: ignore[attr-defined]
+
+
 class Lookup(torch.autograd.Function):
     """Reads a part; its backward hands the output's gradient to the store. ``anchor`` makes autograd care."""
 
@@ -66,6 +77,7 @@ class Tables(nn.Module):
 
     def __init__(self, store: EmbeddingStore, features: Sequence[str], tables: Sequence[str]) -> None:
         super().__init__()
+        _hide_from_compiler(type(self))
         self.store = store
         self.out_dtype = torch.float32
         self._features = tuple(features)

@@ -131,7 +131,6 @@ class EmbeddingBagCollection(_Collection):
                 raise BadConfig(f"table {table.name!r}: pooling 'none' belongs into an EmbeddingCollection")
         self._dims = [t.embedding_dim for t in self.tables for _ in t.feature_names]
 
-    @torch.compiler.disable
     def forward(self, batch: Any) -> KeyedTensor:
         """Pooled vectors of a ``KeyedJaggedTensor`` or of the handle that ``stage`` gave for it."""
         handle = self._staged(batch)
@@ -178,7 +177,6 @@ class EmbeddingCollection(_Collection):
             if table.pooling != "none":
                 raise BadConfig(f"table {table.name!r}: pooling {table.pooling!r}, an EmbeddingCollection needs 'none'")
 
-    @torch.compiler.disable
     def forward(self, batch: Any) -> dict[str, JaggedTensor]:
         """Rows of a ``KeyedJaggedTensor`` or of the handle that ``stage`` gave for it."""
         handle = self._staged(batch)

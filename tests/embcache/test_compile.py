@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from jagged_twins import jagged
 
 import embcache as ec
 
+ROOT = Path(__file__).resolve().parents[2]
 TABLES = [ec.TableConfig("a", 30, 4, features=["a1", "a2"]), ec.TableConfig("b", 20, 8, features=["b"])]
 
 
@@ -38,6 +42,12 @@ def test_one_graph_break_and_equal_results() -> None:
         optimizer.step()
     breaks = torch._dynamo.utils.counters["graph_break"]
     assert sum(breaks.values()) == 1, breaks
+
+
+def test_importing_does_not_import_the_compiler() -> None:
+    code = "import sys, embcache; print('torch._dynamo' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert shown == "False\n"
 
 
 def test_dense_parts_compile_whole() -> None:
