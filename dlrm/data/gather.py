@@ -54,7 +54,9 @@ class RowGather:
         for f, bag in enumerate(self._bag_of):
             if bag >= 0:
                 _gather_bag(rows, *self._bags[bag], values.numpy()[starts[f] :])
-        return ClickBatch(dense, KeyedJaggedTensor(self._features, values, offsets=offsets), labels)
+        # Made here, so not checked again: torch's checks would start a thread pool in every worker.
+        sparse = KeyedJaggedTensor.trusted(self._features, values, None, offsets, (n,) * features)
+        return ClickBatch(dense, sparse, labels)
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:

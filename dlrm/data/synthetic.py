@@ -143,8 +143,9 @@ class SyntheticLog:
         values = torch.empty(len(self.config.tables), n, dtype=torch.int32 if narrow else torch.int64)
         _transform(block.dense, dense.numpy())
         sk.scatter_ids(self.model, block.ids, values.numpy())
-        offsets = torch.arange(values.numel() + 1)
-        sparse = KeyedJaggedTensor(list(self.features), values.view(-1), offsets=offsets)
+        offsets = torch.from_numpy(np.arange(values.numel() + 1))
+        strides = (n,) * len(self.features)
+        sparse = KeyedJaggedTensor.trusted(list(self.features), values.view(-1), None, offsets, strides)
         return ClickBatch(dense, sparse, torch.from_numpy(block.labels))
 
     def best(self, split: str = "test") -> dict[str, float]:
