@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,6 +110,8 @@ class ClickModel(nn.Module):
             raise ValueError(f"{name}: n_dense must not be negative, got {n_dense}")
         if dense_dtype not in DENSE_DTYPES:
             raise ValueError(f"{name}: dense_dtype must be one of {DENSE_DTYPES}, got {dense_dtype!r}")
+        if dense_dtype == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            warnings.warn(f"{name}: this processor has no bf16 products, dense_dtype='bf16' is slower", stacklevel=3)
         self.n_dense = n_dense
         self.dense_dtype = dense_dtype
         self.store = ec.EmbeddingStore([*tables, *further], tiers, backend=backend)

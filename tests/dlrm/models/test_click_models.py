@@ -108,6 +108,13 @@ def test_training_finds_a_planted_rule(name: str, more: dict) -> None:
     assert losses[-1] < 0.3, losses
 
 
+def test_slow_bf16_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with pytest.warns(UserWarning, match="DLRM: this processor has no bf16 products, dense_dtype='bf16' is slower"):
+        small("dlrm", dense_dtype="bf16")
+
+
+@pytest.mark.filterwarnings("ignore:.*no bf16 products")
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_dense_part(name: str) -> None:
     model = small(name, dense_dtype="bf16")
