@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -25,5 +27,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded_on_one_thread() -> Iterator[None]:
+    """Small shapes: threads would mostly wait for each other. Tests of threads choose their number themselves."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
