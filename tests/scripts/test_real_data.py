@@ -4,6 +4,8 @@ import math
 
 from scripting import SMALL
 
+pytest_plugins = ["scripting"]
+
 DLRM = ["--bottom-mlp", "32,8", "--top-mlp", "32"]
 
 

@@ -15,6 +15,8 @@ from scripting import SCRIPTS, SMALL, load
 from embcache.errors import SchemaMismatch
 from embcache.train.flags import parse, run
 
+pytest_plugins = ["scripting"]
+
 DLRM = ["--bottom-mlp", "16,8", "--top-mlp", "32"]
 
 
