@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,8 +46,14 @@ def offsets_from_lengths(lengths: Tensor, n: int) -> Tensor:
     """int64 [len(lengths) + 1]; lengths must be >= 0 and sum to ``n``."""
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     if lengths.numel():
-        torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
-        if int(lengths.min()) < 0:
+        if lengths.device.type == "cpu":  # numpy: torch would wake its threads for a minimum
+            array = lengths.numpy()
+            np.cumsum(array, dtype=np.int64, out=offsets.numpy()[1:])
+            low = array.min()
+        else:
+            torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
+            low = lengths.min()
+        if low < 0:
             i = int((lengths < 0).nonzero()[0])
             raise BadJagged(f"lengths[{i}] = {int(lengths[i])}, must be >= 0")
     if int(offsets[-1]) != n:
