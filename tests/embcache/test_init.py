@@ -81,9 +81,7 @@ def test_a_row_depends_on_seed_table_id_and_column_alone() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [1, 3, 4, 7, 16, 100])
-def test_a_table_begins_with_the_function(
-    backend: str, which: init.Initializer, dtype: torch.dtype, dim: int
-) -> None:
+def test_a_table_begins_with_the_function(backend: str, which: init.Initializer, dtype: torch.dtype, dim: int) -> None:
     table = ec.TableConfig("t", 37, dim, init=which, seed=9, dtype=dtype, optimizer=ec.optim.Adagrad(
         initial_accumulator_value=0.25))  # fmt: skip
     store = ec.EmbeddingStore([table], backend=backend)
