@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from setuptools import Distribution, find_packages, setup
-from setuptools.command.build_ext import build_ext
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 from setuptools.extension import Extension
 
 ROOT = Path(__file__).resolve().parent

@@ -231,6 +231,14 @@ Tensor pooled_lookup_op(std::vector<Tensor> slabs, Tensor tables, Tensor feature
   return out;
 }
 
+int64_t touch_rows_op(std::vector<Tensor> slabs, Tensor tables, Tensor features, Tensor values,
+                      std::optional<Tensor> offsets) {
+  const char* op = "touch_rows";
+  const std::vector<Table> t = read_tables(op, slabs, tables);
+  const Input in = read_input(op, values, offsets, std::nullopt);
+  return touch_rows(t, read_features(op, features, in, bags_in(values, offsets), (int64_t)t.size(), t, {}), in, threads());
+}
+
 Tensor grad_weights_op(std::vector<Tensor> slabs, Tensor tables, Tensor features, Tensor values,
                        std::optional<Tensor> offsets, std::vector<Tensor> grads) {
   const char* op = "grad_weights";
@@ -369,6 +377,7 @@ STABLE_TORCH_LIBRARY(embcache, m) {
         "Tensor values, Tensor? offsets, Tensor? weights, Tensor[] grads, Tensor[] slot_ids) -> int");
   m.def("grad_weights(Tensor[] slabs, Tensor tables, Tensor features, Tensor values, Tensor? offsets, Tensor[] grads) "
         "-> Tensor");
+  m.def("touch_rows(Tensor[] slabs, Tensor tables, Tensor features, Tensor values, Tensor? offsets) -> int");
   m.def("all_finite(Tensor[] grads) -> bool");
   m.def("check_ids(Tensor values, Tensor? offsets, Tensor features, Tensor rows) -> int");
   m.def("check_offsets(Tensor offsets, int n_values) -> int");
@@ -382,6 +391,7 @@ STABLE_TORCH_LIBRARY(embcache, m) {
 STABLE_TORCH_LIBRARY_IMPL(embcache, CPU, m) {
   m.impl("pooled_lookup", TORCH_BOX(&embcache::pooled_lookup_op));
   m.impl("fused_update", TORCH_BOX(&embcache::fused_update_op));
+  m.impl("touch_rows", TORCH_BOX(&embcache::touch_rows_op));
   m.impl("grad_weights", TORCH_BOX(&embcache::grad_weights_op));
   m.impl("check_ids", TORCH_BOX(&embcache::check_ids_op));
   m.impl("check_offsets", TORCH_BOX(&embcache::check_offsets_op));

@@ -49,6 +49,8 @@ std::vector<const char*> available();
 
 void pooled_lookup(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
                    const Parallel& par);
+int64_t touch_rows(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
+                   const Parallel& par);
 void grad_weights(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in, float* out,
                   const Parallel& par);
 // Returns the number of rows updated.

@@ -114,7 +114,7 @@ def _run(command: list[str]) -> None:
 
 
 def compile_library(target: Path, compiler: str | None = None, jobs: int | None = None) -> Path:
-    """Compiles the sources against the installed torch into `target` (replaced atomically). Raises :class:`BuildError`."""
+    """Compiles the sources against the installed torch into `target`, replaced atomically; or :class:`BuildError`."""
     import torch
 
     folder = source_folder()
@@ -236,3 +236,31 @@ def warn_slow(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(f"embcache runs without its C++ kernels, slower: {reason}", stacklevel=3)
+
+
+def build_selftest(target: Path, compiler: str | None = None, static: bool = True) -> Path:
+    """Compiles ``csrc/selftest.cpp`` with the kernels of every instruction set into a program that needs no torch.
+
+    It prints a checksum an instruction set and ends with status 1 where they differ; static, it runs in an emulator of
+    processors with other instruction sets.
+    """
+    folder = source_folder()
+    compiler = compiler or find_compiler()
+    if folder is None or compiler is None:
+        raise BuildError("the self-test needs the C++ sources and a compiler")
+    with tempfile.TemporaryDirectory() as temporary:
+        objects = Path(temporary)
+        wanted = ("kernels_isa", "dispatch", "lookup", "update")
+        commands = [
+            (command, target)
+            for command, target in compile_commands(folder, objects, compiler, objects)
+            if target.name.split(".")[0] in wanted
+        ]
+        main = objects / "selftest.o"
+        commands.append(([compiler, *FLAGS, "-c", str(folder / "selftest.cpp"), "-o", str(main)], main))
+        with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
+            list(pool.map(_run, [command for command, _ in commands]))
+        _run(
+            [compiler, *(["-static"] if static else []), "-pthread", *(str(o) for _, o in commands), "-o", str(target)]
+        )
+    return target

@@ -4,9 +4,9 @@ A table's arena ("slab") is uint8 [capacity, row_bytes], contiguous; a row holds
 ``state_offset`` its fp32 optimizer state: states of ``dim`` floats in the rule's order, then scalars. Descriptors:
 
 * ``tables`` int64 [T, 6]: dim, weight dtype (0 fp32, 1 bf16, 2 fp16), state_offset in bytes, rule, rounding key, flags
-  (bit 0 stochastic rounding, bits 1-2 weight decay: 0 none, 1 L2, 2 decoupled, bit 3 the row's last scalar counts steps);
-* ``features`` int64 [F, 7]: table, pooling (0 sum, 1 mean, 2 none), first bag, bags, then where its vectors lie: tensor,
-  element offset, elements between bags;
+  (bit 0 stochastic rounding, bits 1-2 weight decay: 0 none, 1 L2, 2 decoupled, bit 3 a row's last scalar counts steps);
+* ``features`` int64 [F, 7]: table, pooling (0 sum, 1 mean, 2 none), first bag, bags, then where its vectors lie:
+  tensor, element offset, elements between bags;
 * ``hyper`` float64 [T, 16]: see ``embcache.optim``.
 
 Ids are not checked here (``check_ids`` and ``check_offsets`` do that): a slot outside its slab is undefined behaviour.
@@ -132,6 +132,13 @@ def all_finite(grads: Sequence[Tensor]) -> bool:
     return not grads or torch.ops.embcache.all_finite(list(grads))
 
 
+def touch_rows(
+    slabs: Sequence[Tensor], tables: Tensor, features: Tensor, values: Tensor, offsets: Tensor | None
+) -> int:
+    """Reads the rows that ``pooled_lookup`` would read and nothing else: the memory's limit, for benchmarks."""
+    return torch.ops.embcache.touch_rows(list(slabs), tables, features, values, offsets)
+
+
 def check_ids(values: Tensor, offsets: Tensor | None, features: Tensor, rows: Tensor) -> int:
     """First position whose id is outside ``[0, rows[table])``, or -1. ``offsets`` must be good."""
     return torch.ops.embcache.check_ids(values, offsets, features, rows)
@@ -175,10 +182,12 @@ def _register_fakes() -> None:
         return torch.empty(values.numel(), dtype=torch.float32, device=values.device)
 
     @torch.library.register_fake("embcache::init_rows")
-    def _(*args: object) -> None:
+    def _(
+        slab, slots, ids, first_id, dim, weight_dtype, state_offset, init_code, p0, p1, key, state_init, normal_table
+    ):  # type: ignore[no-untyped-def]
         return None
 
-    for name in ("fused_update", "all_finite", "check_ids", "check_offsets"):
+    for name in ("fused_update", "all_finite", "check_ids", "check_offsets", "touch_rows"):
         torch.library.register_fake(f"embcache::{name}", _data_dependent(name))
 
 
