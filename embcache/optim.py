@@ -146,7 +146,8 @@ class RowWiseAdagrad(Rule):
 class Adam(Rule):
     """Lazy Adam with decoupled decay: ``m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g²;
     w -= lr * ((m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) + weight_decay*w)`` (Kingma & Ba, 2015; Loshchilov & Hutter,
-    2019). ``t`` counts the table's updates, or each row's own with ``per_row_step``. State: m and v."""
+    2019). ``t`` counts the optimizer's steps while the table is not frozen, or each row's own
+    updates with ``per_row_step``. State: m and v."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -356,7 +357,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         matrix[:, MULTIPLIER] *= factor
 
     def state_dict(self) -> dict[str, Any]:
-        """``param_groups`` as torch has them, and under ``state`` each table's update count and, for rules that have
+        """``param_groups`` as torch has them, and under ``state`` each table's step count and, for rules that have
         any, the rows' state as fp32 [rows, floats] copies."""
         state: dict[int, dict[str, Any]] = {}
         for store in self.stores:

@@ -275,9 +275,8 @@ class EmbeddingStore:
         """Sum what was gathered and apply the rules with the numbers in ``hyper``; returns the rows updated."""
         if self.guard is not None:
             self.guard()
-        touched = self.pending_tables()
         pending = self._pending
-        if not touched:
+        if not self.pending_tables():
             self.discard()
             return 0
         for item in pending:
@@ -297,7 +296,7 @@ class EmbeddingStore:
             update.grads,
             self._slot_ids,
         )
-        for t in touched:
+        for t in set(range(len(self.tables))) - self.frozen:  # a step of the model, also of tables it gave no gradient
             self.steps[t] += 1
         self.version += 1
         self.rows_updated += rows

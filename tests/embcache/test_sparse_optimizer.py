@@ -171,15 +171,6 @@ def test_step_without_gradient_and_zero_grad_change_nothing(backend: str) -> Non
     assert equal(before, state(ebc))
 
 
-def test_an_unused_table_keeps_its_step_count(backend: str) -> None:
-    store = ec.EmbeddingStore(TABLES, backend=backend)
-    a = ec.EmbeddingBagCollection(TABLES[:1], store=store)
-    optimizer = ec.optim.SparseOptimizer(store)
-    a(jagged(FEATURES, ROWS, 6)).values().sum().backward()
-    optimizer.step()
-    assert store.steps == [1, 0]
-
-
 def test_freezing(backend: str) -> None:
     ebc, optimizer = make(backend)
     ebc.freeze("a")
@@ -470,3 +461,23 @@ def test_backends_agree(backend: str) -> None:
     a, b = state(ours), state(oracle)
     assert all(close(a[k], b[k], 1e-5) for k in a)
     assert torch.equal(a["a.written"], b["a.written"])
+
+
+def test_adams_clock_is_the_optimizers_step_also_where_a_table_gets_no_gradient() -> None:
+    rule = ec.optim.Adam(lr=0.1, eps=0.0)
+    tables = [ec.TableConfig(name, 4, 1, optimizer=rule, init=ec.init.Constant(0.0)) for name in ("a", "b")]
+    store = ec.EmbeddingStore(tables)
+
+    def step(name: str) -> None:
+        batch = ec.KeyedJaggedTensor([name], torch.tensor([2]), lengths=torch.tensor([1]))
+        with store.stage(batch, (name,)) as handle:
+            store.update(handle, {name: torch.ones(1, 1)})
+        store.step()
+
+    for _ in range(3):
+        step("a")
+    step("b")
+    # step 4 of the optimizer, first gradient of the row: mhat = .1 / (1 - .9^4), vhat = .001 / (1 - .999^4)
+    expected = -0.1 * (0.1 / (1 - 0.9**4)) / (0.001 / (1 - 0.999**4)) ** 0.5
+    assert store.steps == [4, 4]
+    assert abs(float(store.weight("b")[2]) - expected) < 1e-6
