@@ -8,7 +8,6 @@ from dlrm.data.hashing import mix64
 from dlrm.data.jit import I64, inline, kernel
 
 SLOT_BYTES, LOAD = 16, 0.6
-_TOP = np.uint64(64)
 
 
 class TableFull(Exception):
@@ -63,7 +62,8 @@ def keys_within(memory_bytes: int) -> int:
 @inline
 def _slot(table: np.ndarray, values: np.ndarray, bits: int, key: I64) -> I64:
     mask = (np.int64(1) << bits) - 1
-    at = np.int64(mix64(np.uint64(key)) >> (_TOP - np.uint64(bits)))
+    # The low bits: a pass over parts, which go by the top bits, must fill the whole table all the same.
+    at = np.int64(mix64(np.uint64(key))) & mask
     while values[at] != 0 and table[at] != key:
         at = (at + 1) & mask
     return at

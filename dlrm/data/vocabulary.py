@@ -94,7 +94,7 @@ class Vocabularies:
             sums.add(self.keys(start, stop), self.counts(start, stop))
         keys, counts = sums.at_least(self.min_count)
         del sums
-        order = np.lexsort((keys, -counts))
+        order = by_count_then_key(keys, counts)
         run = Run(keys[order], counts[order])
         return run if passes == 1 else run.spill(self.work / f"run_{table}_{this}")
 
@@ -143,6 +143,15 @@ class Run:
             self.path.with_suffix(".counts").unlink()
 
 
+def by_count_then_key(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Places (int64) in order of falling count, equal counts by key."""
+    by_key = np.argsort(keys)
+    below = counts.max(initial=0) - counts[by_key]
+    if below.max(initial=0) < 1 << 16:  # numpy sorts 16-bit numbers by radix
+        below = below.astype(np.uint16)
+    return by_key[np.argsort(below, kind="stable")]
+
+
 def _first_below(counts: np.ndarray, bound: int) -> int:
     # First place of a descending array whose value is < bound.
     low, high = 0, counts.shape[0]
@@ -164,14 +173,14 @@ def _merge(runs: list[Run], most: int) -> Iterator[np.ndarray]:
     step = max(1, min(most, total) // (4 * max(len(runs), 1)))
     keys = np.concatenate([np.asarray(r.keys[::step]) for r in runs])
     counts = np.concatenate([np.asarray(r.counts[::step]) for r in runs])
-    order = np.lexsort((keys, -counts))
+    order = by_count_then_key(keys, counts)
     cuts = order[:: max(1, most // (2 * step))][1:]
     starts = [0] * len(runs)
     for cut in [*cuts, -1]:
         stops = [r.before(int(keys[cut]), int(counts[cut])) if cut >= 0 else r.keys.shape[0] for r in runs]
         piece = [(r.keys[a:b], r.counts[a:b]) for r, a, b in zip(runs, starts, stops, strict=True)]
         k, c = (np.concatenate([np.asarray(p[i]) for p in piece]) for i in (0, 1))
-        yield k[np.lexsort((k, -c))]
+        yield k[by_count_then_key(k, c)]
         starts = stops
 
 

@@ -110,3 +110,14 @@ def test_parts_and_the_external_sort_are_really_used(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(vocabulary_module, "keys_within", lambda memory: 2)
     with pytest.raises(MemoryBudgetExceeded, match="more than 64 keys: raise the memory budget"):
         preprocess(path, tmp_path / "never", schema, "vocab:1")
+
+
+def test_the_keys_of_one_part_fill_the_table_evenly() -> None:
+    # A pass holds one part only: were slots chosen by the bits that choose parts, probing would be quadratic.
+    keys = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, 400_000)
+    part = keys[[_mix(int(k)) >> 59 == 7 for k in keys]]
+    table = KeyTable(1 << 40, bits=16)
+    table.add(part, np.ones(len(part), np.int64))
+    used = np.flatnonzero(table._values)
+    assert abs(np.mean(used) / len(table._values) - 0.5) < 0.02
+    assert np.array_equal(table.get(part), np.ones(len(part)))
