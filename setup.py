@@ -38,7 +38,7 @@ class BuildKernels(build_ext):
 
     def get_ext_filename(self, fullname):
         name = build.library_name(build.source_hash(build.source_folder()))
-        return str(Path("embcache") / "kernels" / name)
+        return str(Path(*fullname.split(".")[:-1], name))
 
     def build_extension(self, ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()

@@ -213,6 +213,8 @@ def bench(work: dict[str, Any], rounds: int, steps: int, peer_python: str | None
                 workers[who] = worker
             except WorkerError as error:
                 worker.close()
+                if who == "ours":
+                    raise
                 say(f"{who}: left out: {error}")
         names = {
             "ops": "ours",
