@@ -10,8 +10,16 @@ namespace embcache {
 
 // Runs fn(context, task, worker) for every task in [0, tasks), worker in [0, threads).
 struct Parallel {
+  static constexpr int64_t kLeastWork = 32768;  // floats a thread is worth waking for
   int threads = 1;
   void (*run)(int64_t tasks, void* context, void (*fn)(void*, int64_t, int), int threads) = nullptr;
+
+  // The same with fewer threads where there is little to do.
+  Parallel sized(int64_t floats) const {
+    Parallel p = *this;
+    if (floats / kLeastWork < p.threads) p.threads = floats < 2 * kLeastWork ? 1 : (int)(floats / kLeastWork);
+    return p;
+  }
 
   template <class F>
   void each(int64_t tasks, F&& f) const {
@@ -48,14 +56,14 @@ bool select_kernels(const char* name);  // false: unknown, or this processor lac
 std::vector<const char*> available();
 
 void pooled_lookup(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
-                   const Parallel& par);
+                   Parallel par);
 int64_t touch_rows(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
-                   const Parallel& par);
+                   Parallel par);
 void grad_weights(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in, float* out,
-                  const Parallel& par);
+                  Parallel par);
 // Returns the number of rows updated.
 int64_t fused_update(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
-                     const Parallel& par);
+                     Parallel par);
 bool all_finite(const void* data, int dtype, int64_t rows, int64_t columns, int64_t stride, const Parallel& par);
 // First position of a feature whose id is outside [0, rows[table]), or -1.
 int64_t check_ids(const std::vector<Feature>& features, const int64_t* rows, const Input& in, const Parallel& par);

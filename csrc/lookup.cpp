@@ -26,10 +26,17 @@ void cut(const Feature& f, int index, const Input& in, int64_t grain, std::vecto
   }
 }
 
-std::vector<Run> cut_all(const std::vector<Feature>& features, const Input& in, const Parallel& par, int64_t least) {
-  int64_t work = 0;
+std::vector<Run> cut_all(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
+                         Parallel& par) {
+  constexpr int64_t least = 512;
+  int64_t work = 0, floats = 0;
   for (const Feature& f : features)
-    if (f.bags) work += in.offset(f.first_bag + f.bags) - in.offset(f.first_bag) + f.bags;
+    if (f.bags) {
+      const int64_t w = in.offset(f.first_bag + f.bags) - in.offset(f.first_bag) + f.bags;
+      work += w;
+      floats += w * tables[f.table].dim;
+    }
+  par = par.sized(floats);
   const int64_t grain = std::max(least, work / (16 * (int64_t)par.threads) + 1);
   std::vector<Run> runs;
   for (size_t i = 0; i < features.size(); ++i)
@@ -46,9 +53,9 @@ Bags bags_of(const Table& t, const Feature& f, const Input& in, const Run& r) {
 }  // namespace
 
 void pooled_lookup(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
-                   const Parallel& par) {
+                   Parallel par) {
   const Kernels& k = active();
-  const std::vector<Run> runs = cut_all(features, in, par, 512);
+  const std::vector<Run> runs = cut_all(tables, features, in, par);
   par.each((int64_t)runs.size(), [&](int64_t i, int) {
     const Feature& f = features[runs[i].feature];
     k.pool(bags_of(tables[f.table], f, in, runs[i]), f.vectors);
@@ -58,8 +65,8 @@ void pooled_lookup(const std::vector<Table>& tables, const std::vector<Feature>&
 // Reads one word of each line of the rows that a lookup reads, with its prefetch, and does nothing else: the memory's
 // limit, which benchmarks hold the lookup against.
 int64_t touch_rows(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
-                   const Parallel& par) {
-  const std::vector<Run> runs = cut_all(features, in, par, 512);
+                   Parallel par) {
+  const std::vector<Run> runs = cut_all(tables, features, in, par);
   std::atomic<int64_t> total{0};
   par.each((int64_t)runs.size(), [&](int64_t i, int) {
     const Table& t = tables[features[runs[i].feature].table];
@@ -78,9 +85,9 @@ int64_t touch_rows(const std::vector<Table>& tables, const std::vector<Feature>&
 }
 
 void grad_weights(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in, float* out,
-                  const Parallel& par) {
+                  Parallel par) {
   const Kernels& k = active();
-  const std::vector<Run> runs = cut_all(features, in, par, 512);
+  const std::vector<Run> runs = cut_all(tables, features, in, par);
   par.each((int64_t)runs.size(), [&](int64_t i, int) {
     const Feature& f = features[runs[i].feature];
     k.dot(bags_of(tables[f.table], f, in, runs[i]), f.vectors, out);
@@ -93,7 +100,7 @@ bool all_finite(const void* data, int dtype, int64_t rows, int64_t columns, int6
   const int64_t size = dtype == kFloat32 ? 4 : 2, grain = 65536;
   std::atomic<bool> good{true};
   const int64_t tasks = rows == 1 ? (columns + grain - 1) / grain : (rows * columns + grain - 1) / grain;
-  par.each(tasks, [&](int64_t i, int) {
+  par.sized(rows * columns / 4).each(tasks, [&](int64_t i, int) {
     if (!good.load(std::memory_order_relaxed)) return;
     bool ok = true;
     if (rows == 1) {
@@ -154,7 +161,7 @@ int64_t check_offsets(const void* offsets, bool wide, int64_t count, int64_t val
 void init_rows(const Init& a, const Parallel& par) {
   const Kernels& k = active();
   const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, a.dim));
-  par.each((a.n + grain - 1) / grain,
+  par.sized(a.n * a.dim).each((a.n + grain - 1) / grain,
            [&](int64_t i, int) { k.init_rows(a, i * grain, std::min(a.n, (i + 1) * grain)); });
 }
 

@@ -301,11 +301,12 @@ void update_hot(std::vector<Hot>& hot, const Parallel& par) {
 }  // namespace
 
 int64_t fused_update(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
-                     const Parallel& par) {
+                     Parallel par) {
   std::vector<Job> jobs = make_jobs(tables, features, in);
-  int64_t total = 0;
-  for (const Job& j : jobs) total += j.n;
+  int64_t total = 0, floats = 0;
+  for (const Job& j : jobs) total += j.n, floats += j.n * j.table->dim;
   if (!total) return 0;
+  par = par.sized(floats);
   const int64_t share = std::max(kLeastPart, total / (4 * (int64_t)par.threads) + 1);
   std::vector<Job*> large;
   std::vector<Task> tasks;
