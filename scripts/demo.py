@@ -28,6 +28,7 @@ class Config:
     out: Path = flag(Path("demo"), "folder of the log, the columns and the run")
     rows: int = flag(2_000_000, "rows of the log")
     seed: int = flag(0, "seed of the log and of the training")
+    threads: int | None = flag(None, "threads of torch (none: torch decides)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +38,15 @@ class DemoConfig(ClickConfig):
     data: DataConfig
 
 
-def settings(out: Path, log: Path, rows: int, seed: int) -> DemoConfig:
+def settings(config: Config, log: Path) -> DemoConfig:
     """One pass over the data: rates that fall to nothing, small layers, an evaluation every tenth of the way."""
-    train = TrainConfig(out=out / "run", seed=seed, global_batch_size=2048, log_every=20)
-    steps = max(1, int(0.85 * rows) // train.global_batch_size)
+    train = TrainConfig(out=config.out / "run", seed=config.seed, threads=config.threads, log_every=20)
+    steps = max(1, int(0.85 * config.rows) // train.global_batch_size)
     return DemoConfig(
         train=replace(train, eval_every=-(-steps // 8)),
         optimizer=OptimizerConfig(lr=0.08, lr_schedule="linear", warmup_steps=min(100, steps // 10)),
         model=ModelConfig(dim=16, bottom_mlp=(64, 16), top_mlp=(128, 64)),
-        data=DataConfig(data=(str(log),), columns=out / "columns", split="last:0.05,0.1"),
+        data=DataConfig(data=(str(log),), columns=config.out / "columns", split="last:0.05,0.1"),
     )
 
 
@@ -72,7 +73,7 @@ def main(config: Config) -> None:
     best = generate(log, path)
 
     say("2/3  its lines to columns")
-    demo = settings(config.out, path, config.rows, config.seed)
+    demo = settings(config, path)
     shutil.rmtree(demo.train.out, ignore_errors=True)  # the run of an earlier demo
     columns = open_data(demo.data, config.out, log.schema)
 

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dlrm.data import SyntheticConfig, SyntheticLog
 from embcache.train.flags import parse
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-SMALL = ["--dim", "8", "--global-batch-size", "512", "--log-every", "5", "--no-tensorboard"]
+SMALL = ["--dim", "8", "--global-batch-size", "512", "--log-every", "5", "--no-tensorboard", "--threads", "1"]
 
 
 def load(name):
@@ -28,12 +29,13 @@ def script():
     """``script(name, *flags) -> (lines printed, {last words: value})``."""
 
     def call(name, *flags):
-        module = load(name)
+        module, threads = load(name), torch.get_num_threads()
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
             module.main(parse(module.Config, [str(f) for f in flags]))
         lines = out.getvalue().splitlines()
         last = [line.rsplit(" ", 1) for line in lines if line.startswith(("loss ", "test "))]
+        torch.set_num_threads(threads)
         return lines, {words.removeprefix("test "): float(value) for words, value in last}
 
     return call

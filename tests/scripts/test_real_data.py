@@ -2,9 +2,10 @@
 
 import math
 
+import scripting
 from scripting import SMALL
 
-pytest_plugins = ["scripting"]
+script = scripting.script  # a fixture
 
 DLRM = ["--bottom-mlp", "32,8", "--top-mlp", "32"]
 
