@@ -17,7 +17,13 @@ static std::vector<const Kernels*> usable() {
   const bool has_avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (has_avx2) list.push_back(&avx2::kernels);
-  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+#if defined(EC_EMULATED_AVX512)  // the self-test brings its own AVX-512, made of AVX2
+  const bool emulated = true;
+#else
+  const bool emulated = false;
+#endif
+  if (has_avx2 && emulated) list.push_back(&avx512::kernels);
+  if (has_avx2 && !emulated && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     list.push_back(&avx512::kernels);
 #endif

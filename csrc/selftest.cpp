@@ -73,7 +73,7 @@ uint64_t run(const Problem& p, const Parallel& par) {
 
   std::vector<int64_t> offsets = {0}, values;
   for (int64_t b = 0; b < p.bags; ++b) {
-    const int64_t n = b == 7 ? 30000 : (int64_t)(next() % 9);  // one slot beyond the chunk, in one bag
+    const int64_t n = b == 7 ? 6000 : (int64_t)(next() % 9);  // one slot beyond the chunk, in one bag
     for (int64_t i = 0; i < n; ++i) values.push_back(b == 7 && i % 3 ? 5 : (int64_t)(next() % (uint64_t)t.capacity));
     offsets.push_back((int64_t)values.size());
   }

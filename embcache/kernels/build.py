@@ -238,11 +238,14 @@ def warn_slow(reason: str) -> None:
         warnings.warn(f"embcache runs without its C++ kernels, slower: {reason}", stacklevel=3)
 
 
-def build_selftest(target: Path, compiler: str | None = None, static: bool = True) -> Path:
+def build_selftest(
+    target: Path, compiler: str | None = None, static: bool = True, optimize: str = "-O3", avx512: Path | None = None
+) -> Path:
     """Compiles ``csrc/selftest.cpp`` with the kernels of every instruction set into a program that needs no torch.
 
     It prints a checksum an instruction set and ends with status 1 where they differ; static, it runs in an emulator of
-    processors with other instruction sets.
+    processors with other instruction sets. ``avx512`` names a header that restates those intrinsics for AVX2: then the
+    AVX-512 kernels run on any processor with AVX2.
     """
     folder = source_folder()
     compiler = compiler or find_compiler()
@@ -256,6 +259,12 @@ def build_selftest(target: Path, compiler: str | None = None, static: bool = Tru
             for command, target in compile_commands(folder, objects, compiler, objects)
             if target.name.split(".")[0] in wanted
         ]
+        for command, _ in commands:
+            command[command.index("-O3")] = optimize
+            if avx512 is not None and "-DEC_NS=avx512" in command:
+                command[:] = [a for a in command if not a.startswith("-mavx512")] + ["-mavx2", "-include", str(avx512)]
+            if avx512 is not None:
+                command.append("-DEC_EMULATED_AVX512")
         main = objects / "selftest.o"
         commands.append(([compiler, *FLAGS, "-c", str(folder / "selftest.cpp"), "-o", str(main)], main))
         with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
