@@ -15,7 +15,7 @@ Every op works in parallel on torch's threads; results do not depend on their nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -172,27 +172,39 @@ def init_rows(
 
 def _register_fakes() -> None:
     """Shapes for ``torch.compile``. Ops that answer with a number of the data have none to offer: a graph break."""
-
-    @torch.library.register_fake("embcache::pooled_lookup")
-    def _(slabs, tables, features, values, offsets, weights, out_numel, out_dtype):  # type: ignore[no-untyped-def]
-        return torch.empty(out_numel, dtype=_OUT_DTYPES[out_dtype], device=values.device)
-
-    @torch.library.register_fake("embcache::grad_weights")
-    def _(slabs, tables, features, values, offsets, grads):  # type: ignore[no-untyped-def]
-        return torch.empty(values.numel(), dtype=torch.float32, device=values.device)
-
-    @torch.library.register_fake("embcache::init_rows")
-    def _(
-        slab, slots, ids, first_id, dim, weight_dtype, state_offset, init_code, p0, p1, key, state_init, normal_table
-    ):  # type: ignore[no-untyped-def]
-        return None
-
+    torch.library.register_fake("embcache::pooled_lookup", _fake_pooled_lookup)
+    torch.library.register_fake("embcache::grad_weights", _fake_grad_weights)
+    torch.library.register_fake("embcache::init_rows", lambda *arguments: None)
     for name in ("fused_update", "all_finite", "check_ids", "check_offsets", "touch_rows"):
         torch.library.register_fake(f"embcache::{name}", _data_dependent(name))
 
 
-def _data_dependent(name: str):  # type: ignore[no-untyped-def]
-    def fake(*args: object) -> None:
+def _fake_pooled_lookup(
+    slabs: list[Tensor],
+    tables: Tensor,
+    features: Tensor,
+    values: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    out_numel: int,
+    out_dtype: int,
+) -> Tensor:
+    return torch.empty(out_numel, dtype=_OUT_DTYPES[out_dtype], device=values.device)
+
+
+def _fake_grad_weights(
+    slabs: list[Tensor],
+    tables: Tensor,
+    features: Tensor,
+    values: Tensor,
+    offsets: Tensor | None,
+    grads: list[Tensor],
+) -> Tensor:
+    return torch.empty(values.numel(), dtype=torch.float32, device=values.device)
+
+
+def _data_dependent(name: str) -> Callable[..., None]:
+    def fake(*arguments: object) -> None:
         raise torch._subclasses.fake_tensor.DataDependentOutputException(getattr(torch.ops.embcache, name).default)
 
     return fake
