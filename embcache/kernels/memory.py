@@ -6,12 +6,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20
+# older Pythons do not name the flag, whose number is part of Linux's interface on x86-64 and aarch64
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def huge_empty(nbytes: int) -> Tensor:
@@ -29,7 +32,7 @@ def huge_empty(nbytes: int) -> Tensor:
     if nbytes < HUGE_PAGE:
         return torch.zeros(nbytes, dtype=torch.uint8)
     # private: a shared map is shmem, which gets no huge pages in most systems; no reserve: a table may be mostly unused
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0) | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0) | NO_RESERVE
     area = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=flags)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
