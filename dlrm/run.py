@@ -12,6 +12,7 @@ from dlrm.data.loader import Loader
 from dlrm.models import MODELS, build, options, published_init
 from dlrm.task import ClickTask
 from embcache.checkpoint import Checkpoints
+from embcache.errors import BadConfig
 from embcache.optim import Rule
 from embcache.train.config import TrainConfig
 from embcache.train.flags import flag
@@ -71,6 +72,11 @@ class ClickConfig:
     eval_batch_size: int = flag(8192, "samples in a batch of an evaluation")
     workers: int = flag(1, "threads that gather batches ahead")
 
+    def __post_init__(self) -> None:
+        for name in ("eval_batch_size", "workers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+
 
 class ClickData(Protocol):
     """What a ``ColumnCache`` and a ``SyntheticLog`` have in common."""
@@ -106,20 +112,30 @@ def build_tables(data: ClickData, model: ModelConfig, rule: Rule, seed: int) -> 
 
 
 def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> Trainer:
-    """Tables, model, loaders and optimizers of a configuration; the seed decides all initial values."""
+    """Tables, model, loaders and optimizers of a configuration; the seed decides all initial values.
+
+    Raises BadConfig where sizes or rates contradict each other or the data, or nothing is left to train on.
+    """
     train = config.train
+    if not len(data.splits.get("train", ())):
+        splits = ", ".join(f"{name} {len(rows):,}" for name, rows in data.splits.items() if len(rows))
+        raise BadConfig(f"no rows to train on: the data has {splits or 'none'}; give other data or another --split")
     if train.threads is not None:
         torch.set_num_threads(train.threads)
     seed_all(train.seed)
     tables = build_tables(data, config.model, sparse_rule(config.optimizer), train.seed)
     sizes = {**config.model.sizes(), "dense_dtype": config.model.dense_dtype}
-    task = ClickTask(build(config.model.model, tables, data.n_dense, **sizes), train.device, config.monitor)
+    try:
+        task = ClickTask(build(config.model.model, tables, data.n_dense, **sizes), train.device, config.monitor)
+        dense = dense_optimizer(task.model.parameters(), config.optimizer)
+    except ValueError as error:  # of the model or of torch, about a size or a rate
+        raise BadConfig(str(error)) from error
     batches = Loader(data, "train", train.global_batch_size, shuffle=True, seed=train.seed, workers=config.workers)
     valid = Loader(data, "valid", config.eval_batch_size) if len(data.splits.get("valid", ())) else None
     return Trainer(
         task,
         [
-            dense_optimizer(task.model.parameters(), config.optimizer),
+            dense,
             ec.optim.SparseOptimizer(task.model, on_nonfinite=train.on_nonfinite),
         ],
         batches,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from embcache import statefile
 from embcache.errors import CorruptStore, FormatVersion, SchemaMismatch
+from embcache.lock import FolderLock
 from embcache.rows import load_rows, reset_rows, written_rows
 from embcache.store import EmbeddingStore
 
@@ -71,6 +72,13 @@ class Checkpoints:
         self.folder = Path(folder)
         self.keep = keep
         self.generations: list[Generation] = self._read_manifest()
+        self._lock: FolderLock | None = None
+
+    def claim(self) -> None:
+        """Keep other processes from writing here until this object is gone; StoreLocked if one does already."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock.take(self.folder)
+        self.generations = self._read_manifest()
 
     @property
     def latest(self) -> Generation | None:

@@ -63,6 +63,10 @@ changed (on_nonfinite='skip' skips such steps, as a GradScaler needs)
         )
 
 
+class NonFiniteScore(EmbcacheError, ValueError):
+    """A model's output is NaN: there is nothing to judge."""
+
+
 class NoOptimizer(EmbcacheError, RuntimeError):
     """A backward reached an unfrozen table that no SparseOptimizer holds: its gradient would be lost."""
 
@@ -114,10 +118,25 @@ class FormatVersion(EmbcacheError, ValueError):
 class StorageFull(EmbcacheError, OSError):
     """The disk has no room; what was committed before is intact and the same call may be tried again.
 
+    ``need`` is None where no single write was at fault.
+
     >>> print(StorageFull(4096, 100, "runs/a"))
     no room for 4096 bytes at runs/a: 100 free
     """
 
-    def __init__(self, need: int, free: int, path: str) -> None:
+    def __init__(self, need: int | None, free: int, path: str) -> None:
         self.need, self.free, self.path = need, free, path
-        super().__init__(f"no room for {need} bytes at {path}: {free} free")
+        super().__init__(f"no room for {'more' if need is None else f'{need} bytes'} at {path}: {free} free")
+
+
+class StoreLocked(EmbcacheError, RuntimeError):
+    """Another process writes into the folder; readers are not disturbed.
+
+    >>> print(StoreLocked("runs/a", 4711, "node3"))
+    runs/a is being written by process 4711 on node3: wait for it, or choose another folder
+    """
+
+    def __init__(self, path: str, pid: object, host: object) -> None:
+        self.path, self.pid, self.host = path, pid, host
+        who = "another process" if pid is None else f"process {pid} on {host}"
+        super().__init__(f"{path} is being written by {who}: wait for it, or choose another folder")

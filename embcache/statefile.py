@@ -12,6 +12,8 @@ import math
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,17 @@ from torch import Tensor
 
 from embcache.errors import CorruptStore, StorageFull
 
-__all__ = ["FileEntry", "pack", "read_checked", "read_tensors", "sync_folder", "unpack", "write_file", "write_tensors"]
+__all__ = [
+    "FileEntry",
+    "named_when_full",
+    "pack",
+    "read_checked",
+    "read_tensors",
+    "sync_folder",
+    "unpack",
+    "write_file",
+    "write_tensors",
+]
 
 FileEntry = dict[str, Any]  # {"file": relative name, "bytes": size, "crc32": checksum}
 
@@ -82,16 +94,23 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
 def write_file(folder: Path, name: str, data: bytes) -> FileEntry:
     """Write and fsync a new file; a full disk raises StorageFull naming what was needed and what there is."""
     path = folder / name
+    with named_when_full(path, len(data)), path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"file": name, "bytes": len(data), "crc32": zlib.crc32(data)}
+
+
+@contextmanager
+def named_when_full(path: Path, need: int | None = None) -> Iterator[None]:
+    """A full disk while ``path`` is written raises StorageFull; any other error stays what it is."""
     try:
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise StorageFull(len(data), shutil.disk_usage(folder).free, str(path)) from error
-    return {"file": name, "bytes": len(data), "crc32": zlib.crc32(data)}
+        there = next(p for p in (path, *path.absolute().parents) if p.is_dir())
+        raise StorageFull(need, shutil.disk_usage(there).free, str(path)) from error
 
 
 def write_tensors(folder: Path, name: str, tensors: dict[str, Tensor]) -> FileEntry:

@@ -27,6 +27,7 @@ class Config(ClickConfig):
     log_seed: int = flag(0, "seed of the log")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.n_tables < 1 or self.rows < 3 * self.n_tables:
             raise ValueError(f"--rows {self.rows}: at least 3 for each of the {self.n_tables} tables")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ class ArrowFormat:
 
     schema: Schema
     kinds: dict[str, tuple[int, int, int]]
+    file: str
 
     @classmethod
     def bind(cls, schema: Schema, names: tuple[str, ...], file: str) -> ArrowFormat:
@@ -72,7 +74,10 @@ class ArrowFormat:
         absent = [n for n in schema.used_columns if n not in names]
         if absent:
             raise SchemaError(f"{file}: no column {', '.join(absent)}; the file has {', '.join(names)}")
-        return cls(schema, column_kinds(schema))
+        twice = [n for n in schema.used_columns if names.count(n) > 1]
+        if twice:
+            raise SchemaError(f"{file}: column {', '.join(twice)} occurs more than once")
+        return cls(schema, column_kinds(schema), file)
 
     def parse(self, batch: Any) -> Parsed:
         """Columns of a record batch; rows with a malformed cell are left out and listed."""
@@ -86,19 +91,30 @@ class ArrowFormat:
         errors = np.zeros(n, np.int64)  # the code, plus 100 times (1 + place of the column)
         for place, name in enumerate(batch.schema.names):
             kind, slot, separator = self.kinds[name]
-            column, code = _plain(batch.column(place)), np.zeros(n, np.int64)
-            if kind < cells.DENSE_LOG1P:
-                labels[:], code = self._label(column, kind)
-            elif kind < ID_HEX:
-                dense[:, slot], code = _numbers(column, kind, self.schema)
-            elif kind < BAG_HEX:
-                keys[slot], missing[slot], code = _keys(column, kind - ID_HEX, self.schema)
-            elif kind < cells.TIME_YYMMDDHH:
-                sizes[slot], bag_keys[slot], code = _bag_keys(column, kind - BAG_HEX, separator, self.schema)
-            else:
-                times[:], code = _times(column, kind, self.schema)
+            with self._named(name, batch.column(place).type):
+                column, code = _plain(batch.column(place)), np.zeros(n, np.int64)
+                if kind < cells.DENSE_LOG1P:
+                    labels[:], code = self._label(column, kind)
+                elif kind < ID_HEX:
+                    dense[:, slot], code = _numbers(column, kind, self.schema)
+                elif kind < BAG_HEX:
+                    keys[slot], missing[slot], code = _keys(column, kind - ID_HEX, self.schema)
+                elif kind < cells.TIME_YYMMDDHH:
+                    sizes[slot], bag_keys[slot], code = _bag_keys(column, kind - BAG_HEX, separator, self.schema)
+                else:
+                    times[:], code = _times(column, kind, self.schema)
             errors = np.where((errors == 0) & (code != 0), code + 100 * (place + 1), errors)
         return self._good_rows(batch, errors, labels, dense, keys, missing, times, sizes, bag_keys)
+
+    @contextmanager
+    def _named(self, column: str, kind: Any) -> Iterator[None]:
+        import pyarrow as pa
+
+        try:
+            yield
+        except (pa.ArrowException, SchemaError) as error:
+            text = error if isinstance(error, SchemaError) else f"a {kind} column cannot be read as the schema says"
+            raise SchemaError(f"{self.file}, column {column!r}: {text}") from error
 
     def _label(self, column: Any, kind: int) -> tuple[np.ndarray, np.ndarray]:
         import pyarrow as pa

@@ -18,7 +18,7 @@ import numpy as np
 
 from dlrm.data.arrays import ArrayFile
 from dlrm.data.chunks import ChunkLog
-from dlrm.data.errors import MalformedRow
+from dlrm.data.errors import MalformedRow, ResumeMismatch
 from dlrm.data.hashing import hashed_row
 from dlrm.data.ids import RAW_MISSING, IdSpec
 from dlrm.data.jit import kernel
@@ -89,6 +89,9 @@ class Ingest:
         self.max_bad_rows, self.progress = max_bad_rows, progress
         done = chunks.count()
         self.state = State(**chunks.read(done - 1)) if done else State()
+        if self.state.bad > max_bad_rows:
+            raise ResumeMismatch(f"{layout.out}: {self.state.bad} malformed rows so far, more than {max_bad_rows}; "
+                                 f"the first: {self.state.reports[0]}")  # fmt: skip
         self._next_chunk = done
         # The files of one run are few and small next to the input; their sizes tell how far a run is.
         self._sizes = [i.path.stat().st_size for i in inputs]

@@ -10,12 +10,13 @@ from typing import Any
 
 from dlrm.data.cache import MANIFEST, ColumnCache, write_atomically
 from dlrm.data.chunks import ChunkLog
-from dlrm.data.errors import ResumeMismatch
+from dlrm.data.errors import ResumeMismatch, SchemaError
 from dlrm.data.ids import IdSpec
 from dlrm.data.ingest import Layout, Progress
 from dlrm.data.schema import Schema
 from dlrm.data.sources import Input
 from dlrm.data.splits import NAMES, SplitSpec
+from embcache.lock import FolderLock
 
 INT32_ROWS = 2**31 - 1
 Paths = str | Path | Sequence[str | Path] | Mapping[str, Any]
@@ -54,40 +55,48 @@ class Job:
             dtype = "<i8"
         self.layout = Layout(out, self.work, schema, ids, dtype)
         if split.kind == "time" and schema.time is None:
-            raise ValueError("split by time: the schema has no time column")
+            raise SchemaError("split by time: the schema has no time column")
 
     def begin(self) -> bool:
         """Prepare the folders; True if the finished result is already there."""
         identity = {"inputs": [{**i.identity(), "split": NAMES[s]} for i, s in
                                zip(self.inputs, self.input_splits, strict=True)],
-                    "schema": self.schema.to_dict(), "ids": asdict(self.ids), "split": asdict(self.split),
-                    "max_bad_rows": self.limits.max_bad_rows}  # fmt: skip
+                    "schema": self.schema.to_dict(), "ids": asdict(self.ids),
+                    "split": asdict(self.split)}  # fmt: skip
         self.identity = json.loads(json.dumps(identity))
         finished = (self.out / MANIFEST).exists()
         if finished:
-            have = ColumnCache.open(self.out).info.get("job")
-            self._same(have)
+            info = ColumnCache.open(self.out).info
+            self._same(info.get("job"))
+            if info["bad_rows"] > self.limits.max_bad_rows:
+                raise ResumeMismatch(f"{self.out} was made without {info['bad_rows']} malformed rows, more than "
+                                     f"{self.limits.max_bad_rows}; the first: {info['bad_examples'][0]}")  # fmt: skip
             return True
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.work / "job.json"
-        if path.exists():
+        begun = path.exists()
+        kept = begun and ChunkLog(self.work / "chunks").count() > 0
+        if kept:
             self._same(json.loads(path.read_bytes()))
-        elif any(self.out.iterdir()):
+        elif not begun and any(self.out.iterdir()):
             strange = next(p for p in self.out.iterdir())
             if strange != self.work:
                 raise ResumeMismatch(
                     f"{self.out} holds {strange.name!r} and is not an unfinished run: choose a new folder"
                 )
         self.work.mkdir(exist_ok=True)
-        if not path.exists():
+        self.lock = FolderLock.take(self.work)
+        if not kept:  # a mistake may have been mended since: begin anew
+            for old in (*self.out.glob("*.bin"), *self.work.glob("*.bin")):
+                old.unlink()
             write_atomically(path, json.dumps(self.identity).encode())
         self.chunks = ChunkLog(self.work / "chunks")
         return False
 
     def _same(self, have: Any) -> None:
-        if have == self.identity:
-            return
         what = [k for k in self.identity if not isinstance(have, dict) or have.get(k) != self.identity[k]]
+        if not what:
+            return
         raise ResumeMismatch(f"{self.out} was begun with other {', '.join(what)}: remove it or choose a new folder")
 
 

@@ -12,13 +12,14 @@ import shutil
 from pathlib import Path
 
 from dlrm.data.cache import ColumnCache
-from dlrm.data.errors import DataError
 from dlrm.data.finish import Finish
 from dlrm.data.ids import IdSpec
 from dlrm.data.ingest import Ingest, Progress
 from dlrm.data.job import Job, Limits, Paths
 from dlrm.data.schema import Schema
 from dlrm.data.splits import SplitSpec
+from embcache.errors import EmbcacheError
+from embcache.statefile import named_when_full
 
 
 def preprocess(
@@ -38,17 +39,19 @@ def preprocess(
     interrupted run left is finished; one that holds the same finished job is opened. ``progress(stage, rows,
     fraction)`` is called after every chunk.
 
-    Raises :class:`MalformedRow`, :class:`SchemaError`, :class:`CorruptInput`, :class:`ResumeMismatch`.
+    Raises :class:`MalformedRow`, :class:`SchemaError`, :class:`CorruptInput`, :class:`ResumeMismatch`, ``StoreLocked``
+    (another process preprocesses there), ``StorageFull`` (call again when there is room: it goes on).
     """
     job = Job(inputs, Path(out), schema if isinstance(schema, Schema) else Schema.load(schema),
                IdSpec.parse(ids) if isinstance(ids, str) else ids,
                SplitSpec.parse(split) if isinstance(split, str) else split,
                limits or Limits(), progress or (lambda stage, rows, fraction: None))  # fmt: skip
-    if not job.begin():
-        state = Ingest(job.inputs, job.layout, job.chunks, job.limits.max_bad_rows, job.progress).run(
-            job.limits.threads, job.limits.chunk_bytes
-        )
-        Finish(job, state).run()
+    with named_when_full(job.out):
+        if not job.begin():
+            state = Ingest(job.inputs, job.layout, job.chunks, job.limits.max_bad_rows, job.progress).run(
+                job.limits.threads, job.limits.chunk_bytes
+            )
+            Finish(job, state).run()
     if job.work.exists():
         shutil.rmtree(job.work)
     return ColumnCache.open(job.out)
@@ -56,4 +59,4 @@ def preprocess(
 
 def input_errors() -> tuple[type[Exception], ...]:
     """Errors that a user's input or settings cause, for scripts to print without a traceback."""
-    return (DataError, ValueError, FileNotFoundError, IsADirectoryError)
+    return (EmbcacheError, ValueError, OSError)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,12 +141,14 @@ class Schema:
         values = dict(data)
         if "label" not in values:
             raise SchemaError("a schema needs a label column")
-        values["label"] = _column(Label, values["label"])
-        values["dense"] = tuple(_column(Dense, v) for v in values.get("dense") or ())
-        values["categorical"] = tuple(_column(Categorical, v) for v in values.get("categorical") or ())
-        values["time"] = None if values.get("time") is None else _column(Time, values["time"])
-        for name in ("columns", "missing"):
+        for name in ("dense", "categorical", "columns", "missing"):
+            if not isinstance(values.get(name) or [], list | tuple):
+                raise SchemaError(f"{name}: expected a list, found {values[name]!r}")
             values[name] = tuple(values.get(name) or ())
+        values["label"] = _column(Label, values["label"])
+        values["dense"] = tuple(_column(Dense, v) for v in values["dense"])
+        values["categorical"] = tuple(_column(Categorical, v) for v in values["categorical"])
+        values["time"] = None if values.get("time") is None else _column(Time, values["time"])
         return _make(cls, values)
 
     @classmethod
@@ -157,12 +160,13 @@ class Schema:
         path = Path(name_or_path)
         if not path.is_file():
             raise SchemaError(f"no schema {str(name_or_path)!r}: give criteo, avazu, or a YAML or JSON file")
-        text = path.read_text("utf-8")
-        if path.suffix == ".json":
-            return cls.from_dict(json.loads(text))
         import yaml
 
-        return cls.from_dict(yaml.safe_load(text))
+        try:
+            text = path.read_text("utf-8")
+            return cls.from_dict(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
+        except (ValueError, yaml.YAMLError) as error:  # not UTF-8, JSON or YAML; or what it says is no schema
+            raise SchemaError(f"{path}: {' '.join(str(error).split())}") from None
 
 
 def criteo() -> Schema:
@@ -201,10 +205,33 @@ def _make(kind: type, values: dict[str, Any]) -> Any:
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise SchemaError(f"{kind.__name__.lower()}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    hints = typing.get_type_hints(kind)
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise SchemaError(f"{kind.__name__.lower()}: {name} = {value!r}, expected {_words(hints[name])}")
     try:
         return kind(**values)
     except TypeError as error:
         raise SchemaError(f"{kind.__name__.lower()}: {error}") from None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(v, options[0]) for v in value)
+    if options:  # X | None
+        return any(_fits(value, option) for option in options)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _words(hint: Any) -> str:
+    names = {str: "a text (in quotes)", float: "a number", bool: "true or false"}
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each {_words(typing.get_args(hint)[0])}"
+    kinds = [h for h in typing.get_args(hint) or (hint,) if h is not type(None)]
+    return " or ".join(names.get(k, "a mapping") for k in kinds)
 
 
 def _one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:

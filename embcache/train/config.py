@@ -12,6 +12,8 @@ from embcache.train.flags import flag
 
 __all__ = ["TrainConfig"]
 
+MOST_THREADS = 1024  # torch dies without a word where the system gives it no more
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -44,11 +46,13 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise ValueError(f"--threads {self.threads}: at most {MOST_THREADS}")
         try:
             kind = torch.device(self.device).type
         except RuntimeError as error:
             raise ValueError(f"--device {self.device}: {str(error).splitlines()[0]}") from None
-        if kind == "cuda" and not torch.cuda.is_available():
+        if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
             raise ValueError(f"--device {self.device}: there is no such device here")
-        if self.min_delta < 0:
+        if not self.min_delta >= 0:
             raise ValueError(f"--min-delta must not be negative, got {self.min_delta}")

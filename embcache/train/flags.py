@@ -153,7 +153,7 @@ def _scalar(kind: type) -> Any:
             return int(text)
         except ValueError:
             number = float(text)
-            if number != int(number):
+            if not number.is_integer():
                 raise ValueError(text) from None
             return int(number)
 
@@ -233,13 +233,14 @@ def _shown(value: Any) -> str:
 def run(main: Callable[[Config], None], cls: type[Config], description: str | None = None) -> None:
     """A script: flags to configuration, then ``main``; a mistake of the user ends it with one line and status 1.
 
-    Mistakes are missing or existing files, and everything this project raises on purpose (malformed data, a
-    checkpoint of another model, a NaN in a gradient); any other exception keeps its traceback.
+    Mistakes are whatever the file system refuses (a missing file, a full disk, a folder of someone else's) and
+    everything this project raises on purpose (malformed data, a checkpoint of another model, a NaN in a gradient); any
+    other exception keeps its traceback.
     """
     config = parse(cls, description=description)
     try:
         main(config)
-    except (EmbcacheError, FileNotFoundError, FileExistsError) as error:
+    except (EmbcacheError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: --resume goes on from the last checkpoint")

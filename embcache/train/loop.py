@@ -263,12 +263,15 @@ class Trainer:
         for observer in self.observers:
             observer.step(p)
         last = p.step >= self.total_steps
-        if p.step % c.log_every == 0 or last:
+        logged = p.step % c.log_every == 0 or last
+        if logged:
             self._log_point()
         epoch_ends = p.batch >= len(self.batches)
         evaluates = last or (epoch_ends if c.eval_every is None else p.step % c.eval_every == 0)
         if evaluates and self.valid is not None:
             self.evaluate()
+        if p.stopped and not logged:  # the last point of the curves, and the loss the run ends with
+            self._log_point()
         due = evaluates if c.checkpoint_every is None else p.step % c.checkpoint_every == 0
         if due or p.best_step == p.step:
             self.save()

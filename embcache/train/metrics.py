@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from embcache.errors import NonFiniteScore
+
 __all__ = ["BinaryMetrics", "CalibrationBin", "GroupAuc", "auc", "gauc", "log_loss", "normalized_entropy"]
 
 Vector = Any  # a tensor, an array or a list of numbers
@@ -356,7 +358,7 @@ def _checked_scores(scores: Vector, n: int) -> np.ndarray:
         s = s.astype(np.float64)
     wrong = np.flatnonzero(np.isnan(s))
     if len(wrong):
-        raise ValueError(f"scores[{wrong[0]}] is nan")
+        raise NonFiniteScore(f"scores[{wrong[0]}] is nan: the model has diverged, or its input is not a number")
     return s
 
 

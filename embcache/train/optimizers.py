@@ -50,7 +50,23 @@ class OptimizerConfig:
                 raise ValueError(f"--{name.replace('_', '-')} must be a positive number, got {value}")
         if self.warmup_steps < 0 or not 0 <= self.min_lr <= 1:
             raise ValueError("--warmup-steps must not be negative and --min-lr must be in [0, 1]")
+        if self.min_lr and self.lr_schedule == "constant":
+            raise ValueError("--min-lr: a constant learning rate does not fall")
+        self._unused("momentum", {"sgd"}, {"lars"})
+        for name in ("beta1", "beta2"):
+            self._unused(name, {"adam", "adamw"}, {"adam", "rowwise_adam", "lamb"})
+        self._unused(
+            "eps", {"adagrad", "adam", "adamw"}, {"adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb"}
+        )
         sparse_rule(self)
+
+    def _unused(self, name: str, dense: set[str], sparse: set[str]) -> None:
+        """Refuse a changed setting that neither rule has."""
+        if getattr(self, name) != getattr(type(self), name) and (
+            self.dense_optimizer not in dense and self.sparse_optimizer not in sparse
+        ):
+            rules = f"dense {self.dense_optimizer} nor sparse {self.sparse_optimizer}"
+            raise ValueError(f"--{name}: neither {rules} has it")
 
 
 def dense_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from embcache.checkpoint import MANIFEST, Checkpoints
+from embcache.checkpoint import Checkpoints
 from embcache.errors import SchemaMismatch
 from embcache.rows import count_written
 from embcache.train.config import TrainConfig
@@ -47,17 +47,16 @@ class Result:
 def open_run(train: TrainConfig, config: Any) -> Checkpoints:
     """Make or reopen the run's folder and save ``config.yaml`` there.
 
-    Raises FileExistsError when the folder holds a run and ``--resume`` was not given, and SchemaMismatch when a
-    resumed run changes a setting that its past depends on.
+    Raises FileExistsError when the folder holds a run and ``--resume`` was not given, StoreLocked when another process
+    trains there, and SchemaMismatch when a resumed run changes a setting that its past depends on.
     """
-    folder = train.out / "checkpoints"
-    if not train.resume and (folder / MANIFEST).exists():
+    checkpoints = Checkpoints(train.out / "checkpoints", keep=train.keep)
+    checkpoints.claim()
+    if not train.resume and checkpoints.latest is not None:
         raise FileExistsError(f"{train.out} already holds a run: go on with it (--resume) or give another --out")
-    checkpoints = Checkpoints(folder, keep=train.keep)
     saved = train.out / "config.yaml"
     if checkpoints.latest is not None and saved.exists():
         _check_same(saved, flatten(config))
-    train.out.mkdir(parents=True, exist_ok=True)
     save_yaml(config, saved)
     return checkpoints
 

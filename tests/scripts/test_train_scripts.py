@@ -13,7 +13,7 @@ import scripting
 import yaml
 from scripting import SCRIPTS, SMALL, load
 
-from embcache.errors import SchemaMismatch
+from embcache.errors import BadConfig, SchemaMismatch
 from embcache.train.flags import parse, run
 
 script, criteo_log = scripting.script, scripting.criteo_log  # fixtures
@@ -83,6 +83,21 @@ def test_preprocessed_columns_are_used_again(script, criteo_log, tmp_path):
     _, a = script("train_criteo", *first, *common, "--out", tmp_path / "a")
     _, b = script("train_criteo", "--data", tmp_path / "columns", *common, "--out", tmp_path / "b")
     assert a == b
+
+
+def test_a_preprocessed_folder_is_taken_as_it_is_or_refused(script, criteo_log, tmp_path):
+    flags = [*SMALL, *DLRM, "--steps", 1]
+    script("train_criteo", "--data", criteo_log, "--ids", "hash:50", *flags, "--out", tmp_path / "a")
+    again = ["--data", tmp_path / "a" / "columns", *flags]
+    script("train_criteo", *again, "--ids", "hash:50", "--split", "last:0.1,0.1", "--out", tmp_path / "b")
+    wrong = [["--ids", "hash:51"], ["--split", "last:0,0.1"], ["--columns", "c"], ["--max-bad-rows", 1]]
+    for given in wrong:
+        with pytest.raises(BadConfig, match=f"{given[0]}"):
+            script("train_criteo", *again, *given, "--out", tmp_path / "c")
+    with pytest.raises(BadConfig, match="another schema than avazu"):
+        script("train_avazu", *again, "--out", tmp_path / "c")
+    with pytest.raises(BadConfig, match="stands alone"):
+        script("train_criteo", *flags, "--data", f"{criteo_log},{tmp_path / 'a' / 'columns'}", "--out", tmp_path / "c")
 
 
 def test_hashed_ids(script, criteo_log, tmp_path):
@@ -204,6 +219,12 @@ def test_an_existing_run_is_not_overwritten(script, criteo_log, tmp_path):
         ("train_criteo", "--data x --ids words", "ids 'words'"),
         ("train_criteo", "--data x --micro-batches 0", "--micro-batches must be at least 1"),
         ("train_criteo", "--data x --device toaster", "--device toaster: "),
+        ("train_criteo", "--data x --device meta", "--device meta: there is no such device here"),
+        ("train_criteo", "--data x --threads 100000", "--threads 100000: at most 1024"),
+        ("train_criteo", "--data x --steps inf", "argument --steps: invalid int value: 'inf'"),
+        ("train_criteo", "--data x --workers 0", "--workers must be at least 1, got 0"),
+        ("train_synthetic", "--eval-batch-size 0", "--eval-batch-size must be at least 1, got 0"),
+        ("train_criteo", "--data x --max-bad-rows -1", "--max-bad-rows must not be negative, got -1"),
         ("train_criteo", "--data x --schedule sync", "unrecognized arguments: --schedule sync"),
         ("train_criteo", "--data x --tiers lmdb", "invalid choice: 'lmdb'"),
         ("train_table", "--data x", "the following arguments are required: --schema"),
@@ -223,6 +244,13 @@ def test_bad_flags(name, flags, message, capsys):
         ("train_criteo", "--data absent.tsv", "absent.tsv"),
         ("train_criteo", "--data bad.tsv", "bad.tsv, line 1"),
         ("train_table", "--data bad.tsv --schema absent.yaml", "absent.yaml"),
+        ("train_table", "--data bad.tsv --schema bad.tsv", "bad.tsv: while scanning"),
+        ("train_criteo", "--data .", "Is a directory"),
+        ("train_criteo", "--data bad.tsv --max-bad-rows 1", "no rows to train on: the data has none"),
+        ("train_criteo", "--data bad.tsv --split time:1,1", "the schema has no time column"),
+        ("train_synthetic", "--samples 900 --dropout 2 --rows 100", "dropout must lie in [0, 1), got 2.0"),
+        ("train_synthetic", "--samples 900 --dense-weight-decay -1 --rows 100", "Invalid weight_decay value: -1.0"),
+        ("train_synthetic", "--samples 900 --valid 0.5 --test 0.5 --rows 100", "the data has valid 450, test 450"),
     ],
 )
 def test_mistakes_end_in_one_line(name, flags, message, tmp_path, monkeypatch):

@@ -154,6 +154,18 @@ def test_early_stopping_keeps_the_best(tmp_path):
     assert t.checkpoints.latest.notes["step"] == 40
 
 
+def test_a_run_that_stops_early_ends_with_the_loss_since_the_last_point():
+    recorder = Recorder()
+    t = trainer(valid=ToyData(2), values=[1.0, 2.0], epochs=9, patience=1, log_every=1000, observers=[recorder])
+    losses = []
+    step = t.train_step
+    t.train_step = lambda batch: losses.append((step(batch), len(batch[0])))
+    assert t.fit().stopped
+    mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+    assert t.progress.loss == pytest.approx(mean, rel=1e-6)
+    assert [p["step"] for p in recorder.points if p["kind"] == "train"] == [16]
+
+
 def test_a_nan_metric_is_no_improvement(tmp_path):
     t = trainer(tmp_path, valid=ToyData(2), values=[math.nan, 2.0, math.nan, math.nan], epochs=9, patience=2)
     assert t.fit().best_value == 2.0

@@ -14,7 +14,9 @@ from embcache.train.optimizers import OptimizerConfig, WarmupDecay, dense_optimi
 @pytest.mark.parametrize("eps", [1e-8, 1e-3])
 def test_dense_and_sparse_rules_are_the_same_rule(dense, sparse, tolerance, eps):
     """A table of which every row is touched in every step moves as a dense parameter does."""
-    config = OptimizerConfig(dense_optimizer=dense, sparse_optimizer=sparse, lr=0.1, eps=eps, beta1=0.8, beta2=0.95)
+    has = {"eps": dense != "sgd", "beta1": "adam" in dense, "beta2": "adam" in dense}
+    given = {name: value for name, value in {"eps": eps, "beta1": 0.8, "beta2": 0.95}.items() if has[name]}
+    config = OptimizerConfig(dense_optimizer=dense, sparse_optimizer=sparse, lr=0.1, **given)
     bag = ec.EmbeddingBag(6, 3, mode="sum", optimizer=sparse_rule(config), init=ec.init.Uniform(0.5))
     weight = torch.nn.Parameter(bag.weight.clone())
     optimizers = [dense_optimizer([weight], config), ec.optim.SparseOptimizer(bag)]
@@ -56,6 +58,10 @@ def test_weight_decay_reaches_the_rules_that_have_it():
     ("settings", "message"),
     [
         ({"lr": 0.0}, "--lr must be a positive number"),
+        ({"momentum": 0.9}, "--momentum: neither dense adagrad nor sparse rowwise_adagrad has it"),
+        ({"beta1": 0.5, "dense_optimizer": "sgd"}, "--beta1: neither dense sgd nor sparse rowwise_adagrad has it"),
+        ({"eps": 0.1, "dense_optimizer": "sgd", "sparse_optimizer": "ftrl"}, "--eps: neither dense sgd nor"),
+        ({"min_lr": 0.1}, "--min-lr: a constant learning rate does not fall"),
         ({"dense_lr": float("nan")}, "--dense-lr must be a positive number"),
         ({"clip_norm": -1.0}, "--clip-norm must be a positive number"),
         ({"min_lr": 2.0}, "--min-lr must be in"),

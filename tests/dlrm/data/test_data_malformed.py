@@ -15,6 +15,7 @@ from dlrm.data import (
     Label,
     Limits,
     MalformedRow,
+    ResumeMismatch,
     Schema,
     SchemaError,
     Time,
@@ -158,3 +159,26 @@ def test_malformed_cells_of_parquet_name_row_and_column(tmp_path) -> None:
     assert cache.dense[0, 0] == 0
     assert cache.ids[1, 0] == -(2**63)
     assert np.diff(cache.bags["b"][1]).tolist() == [2, 2, 0, 1]
+
+
+def test_columns_of_parquet_that_cannot_be_what_the_schema_says(tmp_path) -> None:
+    schema = Schema(Label("y"), (Dense("d"),), (Categorical("a", "string"),))
+    for change, message in (({"d": {"x": 1}}, "column 'd': a struct<x: int64> column"), ({"a": [1, 2]}, "column 'a'")):
+        pq.write_table(pa.Table.from_pylist([{"y": 1.0, "d": 2.0, "a": "u", **change}]), tmp_path / "a.parquet")
+        with pytest.raises(SchemaError, match=rf"a\.parquet, {message}"):
+            preprocess(tmp_path / "a.parquet", tmp_path / "c", schema, "raw")
+
+
+def test_more_bad_rows_may_be_allowed_afterwards_and_not_fewer(tmp_path) -> None:
+    path = write(tmp_path, *[GOOD] * 20, "x" + GOOD, *[GOOD] * 20, "z" + GOOD)
+    whole = preprocess(path, tmp_path / "whole", SCHEMA, "raw", limits=Limits(max_bad_rows=2))
+    for allowed in (0, 1):
+        with pytest.raises(MalformedRow, match=f"line {22 + 21 * allowed}, column 1"):
+            preprocess(path, tmp_path / "c", SCHEMA, "raw", limits=Limits(chunk_bytes=100, max_bad_rows=allowed))
+    with pytest.raises(ResumeMismatch, match=r"1 malformed rows so far, more than 0; the first: .*line 22, column 1"):
+        preprocess(path, tmp_path / "c", SCHEMA, "raw")
+    again = preprocess(path, tmp_path / "c", SCHEMA, "raw", limits=Limits(max_bad_rows=2))
+    assert again.ids.tolist() == whole.ids.tolist()
+    assert again.info == whole.info
+    with pytest.raises(ResumeMismatch, match=r"was made without 2 malformed rows, more than 1; the first: .*line 22"):
+        preprocess(path, tmp_path / "c", SCHEMA, "raw", limits=Limits(max_bad_rows=1))

@@ -1,5 +1,6 @@
 """A run killed at any moment goes on and ends in the bytes of the run that was not."""
 
+import errno
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from data_logs import bag_csv, finished, small_log
 
 from dlrm.data import Limits, ResumeMismatch, preprocess
 from dlrm.data import ingest as ingest_module
+from embcache.errors import StorageFull, StoreLocked
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMITS = Limits(chunk_bytes=4000, memory_bytes=1 << 16)
@@ -117,3 +119,42 @@ def test_an_unfinished_folder_is_not_opened_nor_taken_for_another_job(tmp_path, 
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(ResumeMismatch, match="begun with other inputs"):
         preprocess(path, tmp_path / "c", schema, "hash:9")
+
+
+def test_a_full_disk_is_named_and_the_same_call_goes_on(tmp_path, monkeypatch) -> None:
+    path, schema, _ = bag_csv(tmp_path, rows=300)
+    preprocess(path, tmp_path / "whole", schema, limits=LIMITS)
+    fsync, left = os.fsync, [20]
+
+    def full(fd: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageFull, match=f"no room for more at {tmp_path / 'c'}: [0-9]+ free"):
+        preprocess(path, tmp_path / "c", schema, limits=LIMITS)
+    monkeypatch.undo()
+    preprocess(path, tmp_path / "c", schema, limits=LIMITS)
+    assert finished(tmp_path / "c") == finished(tmp_path / "whole")
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path) -> None:
+    path, schema, _ = bag_csv(tmp_path, rows=300)
+    code = f"""
+import os, sys
+from pathlib import Path
+from dlrm.data import Limits, Schema, preprocess
+def wait(stage, rows, fraction):
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+preprocess({str(path)!r}, {str(tmp_path / "c")!r}, Schema.from_dict({schema.to_dict()!r}), progress=wait)
+"""
+    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    with first:
+        assert int(first.stdout.readline()) == first.pid
+        with pytest.raises(StoreLocked, match=f"is being written by process {first.pid} on "):
+            preprocess(path, tmp_path / "c", schema)
+        first.kill()
+    assert preprocess(path, tmp_path / "c", schema).rows == 300

@@ -56,6 +56,12 @@ missing: ["NA"]
         ({"label": {"column": "y", "threshold": 1, "positive": ["a"]}}, "not both"),
         ({"label": 7}, "label: expected a column name or a mapping, found 7"),
         ({"label": {"threshold": 1}}, "label: .*column"),
+        ({"label": {"column": "y", "threshold": "high"}}, "label: threshold = 'high', expected a number"),
+        ({"label": {"column": "y", "positive": [1]}}, r"positive = \(1,\), expected a list, each a text \(in quotes\)"),
+        ({"label": "y", "missing": [-1]}, r"missing = \(-1,\), expected a list, each a text"),
+        ({"label": "y", "header": "perhaps"}, "header = 'perhaps', expected true or false"),
+        ({"label": "y", "categorical": "user"}, "categorical: expected a list, found 'user'"),
+        ({"label": "y", "categorical": [{"column": "a", "separator": 7}]}, "separator = 7, expected a text"),
     ],
 )
 def test_contradictions_are_named(data, message) -> None:
@@ -72,3 +78,11 @@ def test_dataclasses_make_the_same_schema() -> None:
     made = Schema(Label("y"), (Dense("d"),), (Categorical("c"),), Time("t", categorical=("weekday",)))
     data = {"label": "y", "dense": ["d"], "categorical": ["c"], "time": {"column": "t", "categorical": ["weekday"]}}
     assert Schema.from_dict(data) == made
+
+
+@pytest.mark.parametrize("name", ["s.yaml", "s.json"])
+@pytest.mark.parametrize("text", [b"label: {column: [", b"label: \xff", b"- label"])
+def test_a_file_that_is_no_schema_is_named(tmp_path, name, text) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(SchemaError, match=rf"{name}: "):
+        Schema.load(tmp_path / name)

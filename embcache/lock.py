@@ -1,0 +1,68 @@
+"""One writer at a time in a folder: an advisory lock that ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+from embcache.errors import StoreLocked
+
+try:
+    import fcntl
+except ImportError:  # a system without POSIX locks has none of ours
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["FolderLock"]
+
+
+class FolderLock:
+    """The folder ``path`` is written by this process alone as long as this object lives.
+
+    A process that holds it already gets the same object again. Raises StoreLocked naming the other writer.
+    """
+
+    _held: ClassVar[WeakValueDictionary[tuple[int, str], FolderLock]] = WeakValueDictionary()
+
+    @classmethod
+    def take(cls, path: Path) -> FolderLock:
+        """The lock on an existing folder."""
+        key = (os.getpid(), str(path.resolve()))
+        lock = cls._held.get(key)
+        if lock is None or not lock._current():
+            lock = cls._held[key] = cls(path)
+        return lock
+
+    def __init__(self, path: Path) -> None:
+        self._path = path / "lock"
+        self._file = self._path.open("a+", encoding="utf-8")
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = _parsed(self._file.read())
+            self._file.close()
+            raise StoreLocked(str(path), owner.get("pid"), owner.get("host")) from None
+        self._file.truncate(0)
+        self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        self._file.flush()
+
+    def _current(self) -> bool:
+        """Whether the file that is locked is still the one in the folder (which may have been removed and remade)."""
+        return self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+def _parsed(text: str) -> dict[str, object]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        return {}
