@@ -45,6 +45,9 @@ const char* name_of(Type t) {
   return names[(int)t];
 }
 
+// Nothing computed from a row's size overflows below this.
+constexpr int64_t kMaxRowBytes = (int64_t)1 << 40;
+
 // What every tensor argument must be: on the CPU, contiguous, of one dtype.
 void require(const char* op, const char* what, const Tensor& t, Type type) {
   if (!t.is_cpu()) fail(op, ": ", what, " must be on the CPU");
@@ -106,7 +109,8 @@ std::vector<Table> read_tables(const char* op, const std::vector<Tensor>& slabs,
     t.rule = (int)d[3];
     t.key = (uint64_t)d[4];
     t.flags = (int)d[5];
-    if (t.dim < 1) fail(op, ": table ", i, " has dim ", t.dim);
+    if (t.dim < 1 || t.dim > t.row_bytes || t.row_bytes > kMaxRowBytes)
+      fail(op, ": table ", i, " has dim ", t.dim, " in rows of ", t.row_bytes, " bytes");
     if (d[1] < 0 || d[1] > 2) fail(op, ": table ", i, " has weight dtype code ", d[1]);
     if (d[3] < 0 || d[3] >= kRules) fail(op, ": table ", i, " has rule code ", d[3]);
     if (t.row_bytes % 4 || t.state_offset % 4 || (uintptr_t)t.slab % 4)
@@ -155,6 +159,8 @@ Input read_input(const char* op, const Tensor& values, const std::optional<Tenso
     require(op, "offsets", *offsets, in.wide_offsets ? Type::kI64 : Type::kI32);
     if (offsets->numel() < 1) fail(op, ": offsets is empty, must begin with 0");
     in.offsets = offsets->data_ptr();
+    const int64_t bad = check_offsets(in.offsets, in.wide_offsets, offsets->numel(), in.n);
+    if (bad >= 0) fail(op, ": offsets[", bad, "] = ", in.offset(bad), " where there are ", in.n, " values");
   }
   if (weights) {
     require(op, "weights", *weights, Type::kF32);
@@ -182,16 +188,17 @@ std::vector<Feature> read_features(const char* op, const Tensor& features, const
     if (d[0] < 0 || d[0] >= table_count) fail(op, ": feature ", i, " names table ", d[0], " of ", table_count);
     if (d[1] < 0 || d[1] > 2) fail(op, ": feature ", i, " has pooling code ", d[1]);
     if (d[1] == kPoolNone && in.offsets) fail(op, ": feature ", i, " is not pooled, which takes no offsets");
-    if (d[2] < 0 || d[3] < 0 || d[2] + d[3] > bags)
-      fail(op, ": feature ", i, " has bags [", d[2], ", ", d[2] + d[3], ") of ", bags);
+    if (d[2] < 0 || d[3] < 0 || d[2] > bags || d[3] > bags - d[2])
+      fail(op, ": feature ", i, " has ", d[3], " bags from ", d[2], " of ", bags);
     Feature& f = out[i];
     f = Feature{(int)d[0], (int)d[1], d[2], d[3], {nullptr, 0, d[2], 0}};
     if (spaces.empty()) continue;
     if (d[4] < 0 || d[4] >= (int64_t)spaces.size()) fail(op, ": feature ", i, " names tensor ", d[4], " of ", spaces.size());
     const Space& s = spaces[d[4]];
-    const int64_t dim = tables[d[0]].dim, last = d[5] + (d[3] - 1) * d[6] + dim;
-    if (d[3] > 0 && (d[5] < 0 || d[6] < 0 || last > s.numel))
-      fail(op, ": feature ", i, " needs elements up to ", last, " of a tensor of ", s.numel);
+    // room for the beginnings of all vectors but the first
+    const int64_t room = d[5] < 0 || d[5] > s.numel || d[6] < 0 ? -1 : s.numel - d[5] - tables[d[0]].dim;
+    if (d[3] > 0 && (room < 0 || (d[3] > 1 && d[6] > room / (d[3] - 1))))
+      fail(op, ": feature ", i, " has ", d[3], " vectors from ", d[5], " by ", d[6], " in a tensor of ", s.numel);
     const int64_t size = s.dtype == kFloat32 ? 4 : 2;
     f.vectors = {(char*)s.base + d[5] * size, s.dtype, d[2], d[6]};
   }
@@ -212,6 +219,15 @@ std::vector<Space> spaces_of(const char* op, const std::vector<Tensor>& grads) {
   return out;
 }
 
+// Slots outside their slabs must not reach the kernels, whatever has become of the ids since they were checked.
+void require_slots(const char* op, const std::vector<Table>& tables, const std::vector<Feature>& features,
+                   const Input& in) {
+  std::vector<int64_t> rows;
+  for (const Table& t : tables) rows.push_back(t.capacity);
+  const int64_t bad = check_ids(features, rows.data(), in, threads());
+  if (bad >= 0) fail(op, ": values[", bad, "] = ", in.slot(bad), " is outside its slab");
+}
+
 Tensor new_vector(int64_t n, int code) {
   using torch::headeronly::ScalarType;
   const ScalarType types[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
@@ -227,7 +243,9 @@ Tensor pooled_lookup_op(std::vector<Tensor> slabs, Tensor tables, Tensor feature
   const Input in = read_input(op, values, offsets, weights);
   Tensor out = new_vector(out_numel, (int)out_dtype);
   const std::vector<Space> space = {{out.data_ptr(), (int)out_dtype, out_numel}};
-  pooled_lookup(t, read_features(op, features, in, bags_in(values, offsets), (int64_t)t.size(), t, space), in, threads());
+  const std::vector<Feature> f = read_features(op, features, in, bags_in(values, offsets), (int64_t)t.size(), t, space);
+  require_slots(op, t, f, in);
+  pooled_lookup(t, f, in, threads());
   return out;
 }
 
@@ -236,7 +254,9 @@ int64_t touch_rows_op(std::vector<Tensor> slabs, Tensor tables, Tensor features,
   const char* op = "touch_rows";
   const std::vector<Table> t = read_tables(op, slabs, tables);
   const Input in = read_input(op, values, offsets, std::nullopt);
-  return touch_rows(t, read_features(op, features, in, bags_in(values, offsets), (int64_t)t.size(), t, {}), in, threads());
+  const std::vector<Feature> f = read_features(op, features, in, bags_in(values, offsets), (int64_t)t.size(), t, {});
+  require_slots(op, t, f, in);
+  return touch_rows(t, f, in, threads());
 }
 
 Tensor grad_weights_op(std::vector<Tensor> slabs, Tensor tables, Tensor features, Tensor values,
@@ -248,6 +268,7 @@ Tensor grad_weights_op(std::vector<Tensor> slabs, Tensor tables, Tensor features
   const std::vector<Feature> f =
       read_features(op, features, in, bags_in(values, offsets), (int64_t)t.size(), t, spaces_of(op, grads));
   if (grads.empty() && !f.empty()) fail(op, ": no gradients");
+  require_slots(op, t, f, in);
   grad_weights(t, f, in, (float*)out.data_ptr(), threads());
   return out;
 }
@@ -276,6 +297,7 @@ int64_t fused_update_op(std::vector<Tensor> slabs, std::vector<Tensor> written, 
   const std::vector<Feature> f =
       read_features(op, features, in, bags_in(values, offsets), (int64_t)t.size(), t, spaces_of(op, grads));
   if (grads.empty() && !f.empty()) fail(op, ": no gradients");
+  require_slots(op, t, f, in);
   return fused_update(t, f, in, threads());
 }
 
@@ -334,7 +356,7 @@ void init_rows_op(Tensor slab, std::optional<Tensor> slots, std::optional<Tensor
   a.state_offset = state_offset;
   a.n = slots ? slots->numel() : a.capacity;
   if (ids && ids->numel() != a.n) fail(op, ": ", ids->numel(), " ids for ", a.n, " rows");
-  if (dim < 1 || weight_dtype < 0 || weight_dtype > 2 || init_code < 0 || init_code > 3)
+  if (dim < 1 || dim > a.row_bytes || a.row_bytes > kMaxRowBytes || state_offset > a.row_bytes || weight_dtype < 0 || weight_dtype > 2 || init_code < 0 || init_code > 3)
     fail(op, ": dim ", dim, ", weight dtype code ", weight_dtype, ", init code ", init_code);
   const int64_t weight_bytes = dim * (weight_dtype == kFloat32 ? 4 : 2);
   if (state_offset < weight_bytes || state_offset + 4 * state_init.numel() > a.row_bytes)

@@ -1,5 +1,6 @@
 // Drivers of everything but the update: cuts bags into tasks of about equal work.
 #include <algorithm>
+#include <type_traits>
 #include "engine.h"
 
 namespace embcache {
@@ -126,7 +127,7 @@ int64_t check_ids(const std::vector<Feature>& features, const int64_t* rows, con
       pieces.push_back({p, std::min(e, p + grain), rows[f.table]});
   std::atomic<bool> bad{false};
   const int64_t size = in.wide_values ? 8 : 4;
-  par.each((int64_t)pieces.size(), [&](int64_t i, int) {
+  par.sized(in.n).each((int64_t)pieces.size(), [&](int64_t i, int) {
     const Piece& p = pieces[i];
     if (k.ids_outside((const char*)in.values + p.begin * size, in.wide_values, p.end - p.begin, p.rows))
       bad.store(true, std::memory_order_relaxed);
@@ -144,10 +145,11 @@ int64_t check_ids(const std::vector<Feature>& features, const int64_t* rows, con
 
 template <class I>
 static int64_t check_offsets_of(const I* o, int64_t count, int64_t values) {
+  using U = std::make_unsigned_t<I>;
   if (o[0] != 0) return 0;
-  bool bad = false;
-  for (int64_t i = 1; i < count; ++i) bad |= o[i] < o[i - 1];
-  if (bad)
+  U bad = 0;  // its sign: set where an offset is negative or less than the one before it
+  for (int64_t i = 1; i < count; ++i) bad |= (U)o[i] | ((U)o[i] - (U)o[i - 1]);
+  if (bad >> (8 * sizeof(I) - 1))
     for (int64_t i = 1; i < count; ++i)
       if (o[i] < o[i - 1]) return i;
   return o[count - 1] == values ? -1 : count - 1;
