@@ -73,11 +73,11 @@ def instruction_sets(machine: str | None = None) -> list[str]:
 
 
 def find_compiler() -> str | None:
-    """``$CXX``, g++, clang++ or c++, whichever is found first; None without one."""
-    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    for name in names:
-        if name and (found := shutil.which(shlex.split(name)[0])):
-            return found
+    """``$CXX``, g++, clang++ or c++, whichever is found first, with arguments (CXX="ccache g++"); None without one."""
+    for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
+        words = shlex.split(name)
+        if words and (found := shutil.which(words[0])):
+            return shlex.join([found, *words[1:]])
     return None
 
 
@@ -101,7 +101,7 @@ def compile_commands(folder: Path, objects: Path, compiler: str, torch_include: 
         for name, extra in variants:
             target = objects / f"{source.stem}{'.' + name if name else ''}.o"
             include = [f"-DTORCH_TARGET_VERSION=0x{STABLE_ABI:016x}", "-isystem", str(torch_include)]
-            command = [compiler, *FLAGS, *extra, *include, "-c", str(source), "-o", str(target)]
+            command = [*shlex.split(compiler), *FLAGS, *extra, *include, "-c", str(source), "-o", str(target)]
             commands.append((command, target))
     return commands
 
@@ -134,7 +134,7 @@ def compile_library(target: Path, compiler: str | None = None, jobs: int | None 
         link = ["-shared", "-pthread", *(str(o) for _, o in commands), "-o", str(library), f"-L{root / 'lib'}"]
         if sys.platform == "darwin":
             link += ["-undefined", "dynamic_lookup"]
-        _run([compiler, *link, "-ltorch_cpu", "-lc10"])
+        _run([*shlex.split(compiler), *link, "-ltorch_cpu", "-lc10"])
         os.replace(library, target)
     return target
 
@@ -172,7 +172,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compiler_version(compiler: str) -> str:
-    result = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    result = subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, text=True)
     return result.stdout.splitlines()[0] if result.stdout else compiler
 
 
@@ -266,10 +266,9 @@ def build_selftest(
             if avx512 is not None:
                 command.append("-DEC_EMULATED_AVX512")
         main = objects / "selftest.o"
-        commands.append(([compiler, *FLAGS, "-c", str(folder / "selftest.cpp"), "-o", str(main)], main))
+        commands.append(([*shlex.split(compiler), *FLAGS, "-c", str(folder / "selftest.cpp"), "-o", str(main)], main))
         with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
             list(pool.map(_run, [command for command, _ in commands]))
-        _run(
-            [compiler, *(["-static"] if static else []), "-pthread", *(str(o) for _, o in commands), "-o", str(target)]
-        )
+        link = [*(["-static"] if static else []), "-pthread", *(str(o) for _, o in commands), "-o", str(target)]
+        _run([*shlex.split(compiler), *link])
     return target

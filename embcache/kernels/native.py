@@ -9,12 +9,14 @@ A table's arena ("slab") is uint8 [capacity, row_bytes], contiguous; a row holds
   tensor, element offset, elements between bags;
 * ``hyper`` float64 [T, 16]: see ``embcache.optim``.
 
-Ids are not checked here (``check_ids`` and ``check_offsets`` do that): a slot outside its slab is undefined behaviour.
+A descriptor, an offset or a slot that leads outside its tensor raises RuntimeError before anything is written;
+``check_ids`` and ``check_offsets`` find the position for a better message.
 Every op works in parallel on torch's threads; results do not depend on their number, nor on the instruction set.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,17 +26,24 @@ from torch import Tensor
 from . import build
 
 _library: Path | None = None
+_loaded: bool | None = None  # not tried yet
+_loading = threading.Lock()
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def load() -> bool:
     """Makes the ops available: the library built ahead if it fits the sources, else compiled on first use.
 
-    False where there is none, after one warning that says why.
+    False where there is none, after one warning that says why; a process tries once.
     """
-    global _library
-    if _library is not None:
-        return True
+    global _loaded
+    with _loading:
+        if _loaded is None:
+            _loaded = _load()
+        return _loaded
+
+
+def _load() -> bool:
     ahead = build.prebuilt()
     if ahead is not None and _try_load(ahead, "built ahead"):
         return True
@@ -140,7 +149,7 @@ def touch_rows(
 
 
 def check_ids(values: Tensor, offsets: Tensor | None, features: Tensor, rows: Tensor) -> int:
-    """First position whose id is outside ``[0, rows[table])``, or -1. ``offsets`` must be good."""
+    """First position whose id is outside ``[0, rows[table])``, or -1."""
     return torch.ops.embcache.check_ids(values, offsets, features, rows)
 
 

@@ -188,3 +188,23 @@ def test_huge_memory_is_aligned_zero_and_lazy() -> None:
     assert huge_empty(100).data_ptr() % 16 == 0
     with pytest.raises(ValueError, match="nbytes"):
         huge_empty(-1)
+
+
+def test_a_compiler_may_have_a_launcher(tmp_path: Path, stub_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = tmp_path / "launch er"
+    launcher.write_text('#!/bin/sh\nexec "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{launcher}' {stub_compiler} --flag")
+    found = build.find_compiler()
+    assert found == f"'{launcher}' {stub_compiler} --flag"
+    assert build.build_on_first_use(tmp_path / "cache", found) is not None
+    assert all("--flag" in line for line in (tmp_path / "calls").read_text().splitlines()[1:])
+
+
+def test_a_process_tries_to_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[None] = []
+    monkeypatch.setattr(native, "_loaded", None)
+    monkeypatch.setattr(build, "prebuilt", lambda: None)
+    monkeypatch.setattr(build, "build_on_first_use", lambda: tries.append(None))
+    assert [native.load(), native.load(), kernels.get()] == [False, False, kernels.get("reference")]
+    assert len(tries) == 1
