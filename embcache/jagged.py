@@ -285,8 +285,10 @@ class KeyedJaggedTensor:
         offsets: Tensor,
         strides: tuple[int, ...],
     ) -> None:
-        self._keys, self._values, self._weights = keys, values, weights
-        self._lengths, self._offsets, self._stride_per_key = lengths, offsets, strides
+        # the kernels read memory as it lies: strided and expanded tensors are copied, others pass as they are
+        self._keys, self._values = keys, values.contiguous()
+        self._weights = None if weights is None else weights.contiguous()
+        self._lengths, self._offsets, self._stride_per_key = lengths, offsets.contiguous(), strides
         self._offset_per_key: list[int] | None = None
 
     @classmethod

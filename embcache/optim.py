@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from .errors import BadConfig, SchemaMismatch
+from .errors import BadConfig, NotSupported, SchemaMismatch
 
 HYPER = 16  # columns of the hyper matrix
 (LR, WEIGHT_DECAY, EPS, BETA1, BETA2, MOMENTUM, ETA, ALPHA, BETA, L1, L2, MAX_NORM, C, STEP, MULTIPLIER) = range(15)
@@ -238,6 +238,7 @@ class Updatable(Protocol):
     def discard(self) -> None: ...
     def apply(self, hyper: Tensor) -> int: ...
     def read_state(self, table: int) -> Tensor: ...
+    def check_state(self, table: int, state: Tensor | None) -> None: ...
     def write_state(self, table: int, state: Tensor) -> None: ...
 
 
@@ -369,17 +370,23 @@ class SparseOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` gave; other tables or rules raise ``SchemaMismatch``."""
+        """Restore what ``state_dict`` gave; other tables, rules or shapes: ``SchemaMismatch`` before any change."""
         saved = [(group["name"], group["rule"]) for group in state_dict["param_groups"]]
         declared = [(group["name"], group["rule"]) for group in self.param_groups]
         if saved != declared:
             raise SchemaMismatch("tables and rules of the optimizer", saved, declared)
+        places = [(store, t) for store in self.stores for t in range(len(store.names))]
+        entries = [state_dict["state"][index] for index in range(len(places))]
+        for (store, t), entry in zip(places, entries, strict=True):
+            store.check_state(t, entry.get("rows"))
         super().load_state_dict({**state_dict, "state": {}})
-        index = 0
-        for store in self.stores:
-            for t in range(len(store.names)):
-                entry = state_dict["state"][index]
-                store.steps[t] = int(entry["step"])
-                if "rows" in entry:
-                    store.write_state(t, entry["rows"])
-                index += 1
+        for (store, t), entry in zip(places, entries, strict=True):
+            store.steps[t] = int(entry["step"])
+            if "rows" in entry:
+                store.write_state(t, entry["rows"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise NotSupported(
+            "copying or pickling a SparseOptimizer: copy the model, make an optimizer of the copy, and give it "
+            "state_dict() of this one"
+        )

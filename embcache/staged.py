@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import options
-from .config import TableConfig
-from .errors import BadJagged, StaleLookup
+from .config import DTYPES, TableConfig
+from .errors import BadJagged, BadJaggedType, StaleLookup
 from .jagged import KeyedJaggedTensor
 from .layout import BAGS, FIRST, OFFSET, POOL, STRIDE, SUM, TABLE, TENSOR, PartLayout
 from .tiers.base import FrontTier
@@ -120,14 +120,17 @@ class Part:
         return self.sizes
 
     def merge(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """One gradient of the output from one per feature; shapes are checked."""
+        """One gradient of the output from one per feature; shapes and dtypes are checked."""
         blocks = []
         for name, block in self.split(torch.empty(self.numel, device="meta").view(self.shape)).items():
-            if grads[name].shape != block.shape:
-                raise BadJagged(
-                    f"feature {name!r}: gradient has shape {list(grads[name].shape)}, must be {list(block.shape)}"
-                )
-            blocks.append(grads[name])
+            if name not in grads:
+                raise BadJagged(f"update: no gradient for feature {name!r}")
+            grad = grads[name]
+            if grad.shape != block.shape:
+                raise BadJagged(f"feature {name!r}: gradient has shape {list(grad.shape)}, must be {list(block.shape)}")
+            if grad.dtype not in DTYPES:
+                raise BadJaggedType(f"feature {name!r}: gradient has dtype {grad.dtype}, must be one of {list(DTYPES)}")
+            blocks.append(grad)
         if len(self.shape) == 2:
             return torch.cat(blocks, dim=1)
         return torch.cat([block.reshape(-1) for block in blocks])

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from . import kernels, options
 from .config import TableConfig, check_tables
-from .errors import BadConfig, BadJagged, NonFiniteGradient, NoOptimizer, NotSupported, SchemaMismatch, StaleLookup
+from .errors import BadConfig, NonFiniteGradient, NoOptimizer, NotSupported, SchemaMismatch, StaleLookup
 from .init import table_key
 from .jagged import KeyedJaggedTensor
 from .layout import LayoutCache
@@ -165,7 +165,7 @@ class EmbeddingStore:
             slabs, self._described, part.features, slots, part.offsets, part.float_weights(), part.numel, out_dtype
         )
         part.relax()
-        return flat.view(part.shape)
+        return flat.resize_(part.shape)  # not a view, so that callers may change their output in place
 
     def _overlaid(self, part: Part, slots: Tensor) -> tuple[list[Tensor], Tensor]:
         slabs = list(self._slabs)
@@ -191,31 +191,33 @@ class EmbeddingStore:
 
     def update(self, handle: Handle, grads: Mapping[str, Tensor]) -> None:
         """Gather the gradients of a lookup's outputs, by feature; ``step`` applies them."""
-        for part in handle.parts:
-            missing = [name for name in part.layout.names if name not in grads]
-            if missing:
-                raise BadJagged(f"update: no gradient for feature {missing[0]!r}")
-            self.gather(part, part.merge(grads))
-        if self.problem is not None:
-            problem = self.problem
-            self.discard()
-            raise problem
+        merged = [(part, part.readable(part.merge(grads).detach())) for part in handle.parts]
+        for part, grad in merged:
+            problem = self._nonfinite(part, grad)
+            if problem is not None:
+                raise problem
+        for part, grad in merged:
+            self._keep(part, grad)
 
     def gather(self, part: Part, grad: Tensor) -> None:
         """Keep the gradient of a part's output for the next step; NaN and infinity are found here."""
         grad = part.readable(grad.detach())
-        bad = self.check_finite and not self.kernels.all_finite([grad])
-        if not self._pending:
-            self._marked[:] = 1.0
-        if bad:
-            self.problem = self._nonfinite(part, grad)
-        part.hold()
-        adjusted = part.adjusted(grad, self.tables) if self._by_freq or self._padded else (part, grad)
-        self._pending.append(Gathered.of(*adjusted, part))
-        if bad:
+        self._keep(part, grad)
+        problem = self._nonfinite(part, grad)
+        if problem is not None:
+            self.problem = problem
             self._marked[:] = float("nan")
 
-    def _nonfinite(self, part: Part, grad: Tensor) -> NonFiniteGradient:
+    def _keep(self, part: Part, grad: Tensor) -> None:
+        part.hold()
+        if not self._pending:
+            self._marked[:] = 1.0
+        adjusted = part.adjusted(grad, self.tables) if self._by_freq or self._padded else (part, grad)
+        self._pending.append(Gathered.of(*adjusted, part))
+
+    def _nonfinite(self, part: Part, grad: Tensor) -> NonFiniteGradient | None:
+        if not self.check_finite or self.kernels.all_finite([grad]):
+            return None
         for k, (name, block) in enumerate(part.split(grad).items()):
             found = (~torch.isfinite(block)).nonzero()
             if found.numel():
@@ -260,6 +262,7 @@ class EmbeddingStore:
         for item in gathered:
             item.source.drop()
         self.problem = None
+        self._marked[:] = 1.0
 
     def step(self) -> int:
         """Apply gathered gradients with each table's rule as declared; returns the number of rows updated."""
@@ -357,12 +360,16 @@ class EmbeddingStore:
         """Copy of a table's optimizer state, by index."""
         return self._states(table).clone()
 
+    def check_state(self, table: int, state: Tensor | None) -> None:
+        """Raise where ``state`` (None: nothing was saved) does not fit a table's optimizer state, by index."""
+        saved, mine = [] if state is None else list(state.shape), list(self._states(table).shape)
+        if saved != mine and (mine[1] or state is not None):
+            raise SchemaMismatch(f"state of table {self.names[table]!r}", saved or "nothing", mine)
+
     def write_state(self, table: int, state: Tensor) -> None:
         """Replace a table's optimizer state, by index."""
-        mine = self._states(table)
-        if state.shape != mine.shape:
-            raise SchemaMismatch(f"state of table {self.names[table]!r}", list(state.shape), list(mine.shape))
-        mine.copy_(state)
+        self.check_state(table, state)
+        self._states(table).copy_(state)
         self._written[table].fill_(255)
 
     def scan(self, table: str, block: int = 65536) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -387,11 +394,14 @@ class EmbeddingStore:
             "tables": tables,
         }
 
+    def _refuse_pending(self) -> None:
+        if self._pending:
+            raise BadConfig("gradients are waiting for step(): the state in between can be neither saved nor copied")
+
     def state_dict(self) -> dict[str, Tensor]:
         """All rows as plain tensors: ``<table>.weight``, ``.state``, ``.written``, ``.step``. Copies; pending gradients
         raise."""
-        if self._pending:
-            raise BadConfig("gradients are waiting for step(); a state between backward and step cannot be saved")
+        self._refuse_pending()
         out: dict[str, Tensor] = {}
         for t, name in enumerate(self.names):
             out[f"{name}.weight"] = self._weights(t).clone(memory_format=torch.contiguous_format)
@@ -425,6 +435,7 @@ class EmbeddingStore:
         self.discard()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingStore:
+        self._refuse_pending()
         copy = EmbeddingStore(self.tables, [self.front.fresh()], backend=self.backend)
         memo[id(self)] = copy
         for mine, other in zip(self._slabs + self._written, copy._slabs + copy._written, strict=True):
