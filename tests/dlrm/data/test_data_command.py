@@ -68,9 +68,10 @@ def test_help_names_every_choice(script) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of /proc/self/status")
 def test_memory_does_not_grow_with_the_input(tmp_path) -> None:
-    # Peaks of an input and of one eight times as large, each in a process of its own; chunks of 0.5 MB.
+    # Peaks of an input and of one sixteen times as large, each in a process of its own; chunks of 0.5 MB. The first
+    # process is a rehearsal: it may have kernels to compile.
     peaks = []
-    for rows in (5_000, 40_000):
+    for rows in (1_000, 5_000, 80_000):
         log = SyntheticLog(SyntheticConfig(rows=rows, tables=(5_000_000,) * 26, alpha=0.4))
         log.write(tmp_path / "log.tsv")
         code = (
@@ -82,5 +83,5 @@ def test_memory_does_not_grow_with_the_input(tmp_path) -> None:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout) / 1024)
-    # What the larger log has more: 6 MB of cache, 4 MB of codes, 7 MB of keys, 9 MB of text, 7 MB of vocabulary.
-    assert peaks[1] - peaks[0] < 12, peaks
+    # What the larger log has more: 13 MB of cache, 9 MB of codes, 15 MB of keys, 19 MB of text, 15 MB of vocabulary.
+    assert peaks[2] - peaks[1] < 30, peaks
