@@ -30,6 +30,7 @@ __all__ = [
     "pack",
     "read_checked",
     "read_tensors",
+    "replace_file",
     "sync_folder",
     "unpack",
     "write_file",
@@ -145,8 +146,13 @@ def write_json(folder: Path, name: str, value: Any) -> FileEntry:
 
 
 def replace_json(folder: Path, name: str, value: Any) -> None:
-    """Replace a JSON file in one step that survives a crash: write aside, fsync, rename, fsync the folder."""
-    write_json(folder, name + ".tmp", value)
+    """Replace a JSON file in one step that survives a crash."""
+    replace_file(folder, name, json.dumps(value, indent=1, allow_nan=False).encode())
+
+
+def replace_file(folder: Path, name: str, data: bytes) -> None:
+    """Replace a file in one step that survives a crash: write aside, fsync, rename, fsync the folder."""
+    write_file(folder, name + ".tmp", data)
     os.replace(folder / (name + ".tmp"), folder / name)
     sync_folder(folder)
 

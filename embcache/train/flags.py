@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, Union
 import yaml
 
 from embcache.errors import EmbcacheError
+from embcache.statefile import replace_file
 
 __all__ = ["flag", "flatten", "load_yaml", "parse", "run", "save_yaml"]
 
@@ -84,7 +85,8 @@ def flatten(config: Any) -> dict[str, Any]:
 
 def save_yaml(config: Any, path: Path) -> None:
     """Write a configuration as one flat YAML mapping, in the order of its flags."""
-    path.write_text(yaml.safe_dump(flatten(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    text = yaml.safe_dump(flatten(config), sort_keys=False, allow_unicode=True)
+    replace_file(path.parent, path.name, text.encode())
 
 
 def load_yaml(cls: type[Config], path: Path) -> Config:

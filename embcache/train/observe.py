@@ -72,9 +72,11 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     points = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            points.append({k: math.nan if v is None else v for k, v in json.loads(line).items()})
+            point = json.loads(line)
         except ValueError:
             continue
+        if isinstance(point, dict) and {"step", "kind"} <= point.keys():
+            points.append({k: math.nan if v is None else v for k, v in point.items()})
     return points
 
 

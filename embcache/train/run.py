@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from embcache.checkpoint import Checkpoints
-from embcache.errors import SchemaMismatch
+from embcache.errors import CorruptStore, SchemaMismatch
 from embcache.rows import count_written
+from embcache.statefile import replace_file
 from embcache.train.config import TrainConfig
 from embcache.train.flags import flatten, save_yaml
 from embcache.train.loop import Trainer
@@ -86,7 +87,7 @@ def finish(
     result = Result(progress.loss, evaluation, train.out / "report.html")
     metrics = {} if evaluation is None else dict(evaluation.metrics)
     facts = {"loss": progress.loss, "test": metrics, "step": progress.step, "best_step": progress.best_step}
-    (train.out / "result.json").write_text(json.dumps(_finite(facts), indent=1) + "\n", encoding="utf-8")
+    replace_file(train.out, "result.json", (json.dumps(_finite(facts), indent=1) + "\n").encode())
     record = RunRecord(
         title=title,
         summary=_summary(trainer, progress),
@@ -140,7 +141,12 @@ def _summary(trainer: Trainer, progress: Any) -> str:
 
 
 def _check_same(path: Path, now: dict[str, Any]) -> None:
-    before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        before = None
+    if not isinstance(before, dict):
+        raise CorruptStore(f"{path} is not the configuration of a run")
     # The length of the run is free where the learning rate does not follow it.
     free = FREE if now.get("lr_schedule") == "constant" else FREE - {"steps", "epochs"}
     names = [n for n in {**before, **now} if n not in free and before.get(n) != now.get(n)]

@@ -13,7 +13,7 @@ import scripting
 import yaml
 from scripting import SCRIPTS, SMALL, load
 
-from embcache.errors import BadConfig, SchemaMismatch
+from embcache.errors import BadConfig, CorruptStore, SchemaMismatch
 from embcache.train.flags import parse, run
 
 script, criteo_log = scripting.script, scripting.criteo_log  # fixtures
@@ -203,6 +203,14 @@ def test_an_existing_run_is_not_overwritten(script, criteo_log, tmp_path):
         script("train_criteo", *flags)
     with pytest.raises(SchemaMismatch, match=r"saved {'lr': 0.01}, declared {'lr': 0.5}"):
         script("train_criteo", *flags, "--resume", "--lr", 0.5)
+    saved = tmp_path / "run" / "config.yaml"
+    good = saved.read_bytes()
+    for torn in (b"", b"{", b"\xff", b"[1]"):
+        saved.write_bytes(torn)
+        with pytest.raises(CorruptStore, match=r"config.yaml is not the configuration of a run"):
+            script("train_criteo", *flags, "--resume")
+        assert saved.read_bytes() == torn
+    saved.write_bytes(good)
     script("train_criteo", *flags, "--resume", "--steps", 4)
 
 

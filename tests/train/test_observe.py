@@ -64,6 +64,12 @@ def test_history_is_cut_back_to_the_step_of_a_resume(tmp_path):
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_lines_that_are_no_points_are_left_out(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_text('[3]\n{"other": 1}\nnull\n' + json.dumps(TRAIN) + '\n{"step": 5, "ki')
+    assert read_history(path) == [TRAIN]
+
+
 def test_tensorboard_scalars_can_be_read_back(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
