@@ -108,6 +108,9 @@ class TableConfig:
 
     def _check_ids(self) -> None:
         rows = self.num_embeddings
+        for what, value in (("reserved_row", self.reserved_row), ("padding_idx", self.padding_idx)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                self._refuse(what, value, "must be an integer")
         if self.out_of_range not in OUT_OF_RANGE:
             self._refuse("out_of_range", self.out_of_range, f"must be one of {list(OUT_OF_RANGE)}")
         if rows is None and self.out_of_range != "raise":

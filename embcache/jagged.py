@@ -44,20 +44,24 @@ def _check_index(tensor: Tensor, what: str) -> None:
 
 def offsets_from_lengths(lengths: Tensor, n: int) -> Tensor:
     """int64 [len(lengths) + 1]; lengths must be >= 0 and sum to ``n``."""
+    high = 0
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     if lengths.numel():
         if lengths.device.type == "cpu":  # numpy: torch would wake its threads for a minimum
             array = lengths.numpy()
             np.cumsum(array, dtype=np.int64, out=offsets.numpy()[1:])
-            low = array.min()
+            low, high = array.min(), array.max()
         else:
             torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
-            low = lengths.min()
+            low, high = (int(x) for x in lengths.aminmax())
         if low < 0:
             i = int((lengths < 0).nonzero()[0])
             raise BadJagged(f"lengths[{i}] = {int(lengths[i])}, must be >= 0")
     if int(offsets[-1]) != n:
         raise BadJagged(f"sum(lengths) = {int(offsets[-1])} but there are {n} values")
+    if high > n:  # the sum went around
+        i = int((lengths > n).nonzero()[0])
+        raise BadJagged(f"lengths[{i}] = {int(lengths[i])} but there are {n} values")
     return offsets
 
 
@@ -78,6 +82,8 @@ def check_offsets(offsets: Tensor, n: int) -> None:
 def _check_weights(weights: Tensor | None, n: int) -> None:
     if weights is None:
         return
+    if not isinstance(weights, Tensor):
+        raise BadJaggedType(f"weights is a {type(weights).__name__}, must be a tensor")
     if not weights.is_floating_point():
         raise BadJaggedType(f"weights has dtype {weights.dtype}, must be floating point")
     if weights.dim() != 1 or weights.numel() != n:
@@ -235,8 +241,12 @@ class KeyedJaggedTensor:
         stride: int | None = None,
         stride_per_key: Sequence[int] | None = None,
     ) -> None:
+        if isinstance(keys, str):
+            raise BadJaggedType(f"keys = {keys!r}, must be a list of names, not one string")
         keys = list(keys)
         for i, key in enumerate(keys):
+            if not isinstance(key, str):
+                raise BadJaggedType(f"keys[{i}] = {key!r}, must be a string")
             if key in keys[:i]:
                 raise BadJagged(f"keys[{i}] = {key!r} is already at position {keys.index(key)}")
         _check_index(values, "values")

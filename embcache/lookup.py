@@ -123,7 +123,9 @@ class Tables(nn.Module):
                 missing_keys.append(key)
                 continue
             shape = list(self.store.weight(name).shape)
-            if list(state_dict[key].shape) != shape:
+            if not isinstance(state_dict[key], Tensor):
+                error_msgs.append(f"{key} is a {type(state_dict[key]).__name__}, must be a tensor")
+            elif list(state_dict[key].shape) != shape:
                 error_msgs.append(f"size mismatch for {key}: saved {list(state_dict[key].shape)}, declared {shape}")
             else:
                 self.store.load_weight(name, state_dict[key])

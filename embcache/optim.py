@@ -36,9 +36,12 @@ class Rule:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool | str):
+            if field.type in ("bool", "str"):  # annotations are text here
+                if type(value).__name__ != field.type:
+                    raise BadConfig(f"optim.{type(self).__name__}: {field.name} = {value!r}, must be a {field.type}")
                 continue
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or value < 0:
                 raise BadConfig(f"optim.{type(self).__name__}: {field.name} = {value!r}, must be a finite number >= 0")
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name, 0.0)

@@ -117,3 +117,33 @@ def test_outputs_may_be_changed_in_place(backend: str) -> None:
     optimizer.step()
     torch.optim.SGD(theirs.parameters(), lr=0.1).step()
     assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"lengths": torch.tensor([2**62, 2**62, 2**62, 2**62, 1])}, BadJagged, "lengths[0] = 4611686018427387904 but"),
+    ({"lengths": torch.tensor([1]), "weights": [1.0]}, BadJaggedType, "weights is a list, must be a tensor"),
+    ({"lengths": torch.tensor([1]), "keys": [3]}, BadJaggedType, "keys[0] = 3, must be a string"),
+    ({"lengths": torch.tensor([1]), "keys": "f"}, BadJaggedType, "keys = 'f', must be a list of names"),
+])  # fmt: skip
+def test_batches_refused_when_they_are_made(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        ec.KeyedJaggedTensor(**{"keys": ["f"], "values": torch.tensor([3]), **arguments})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: ec.optim.SGD(lr="x"), "optim.SGD: lr = 'x', must be a finite number >= 0"),  # type: ignore[arg-type]
+    (lambda: ec.optim.SGD(lr=True), "optim.SGD: lr = True, must be a finite number >= 0"),
+    (lambda: ec.optim.Adam(per_row_step="no"), "per_row_step = 'no', must be a bool"),  # type: ignore[arg-type]
+    (lambda: ec.TableConfig("t", 10, 4, padding_idx=1.5), "padding_idx = 1.5, must be an integer"),  # type: ignore[arg-type]
+    (lambda: ec.TableConfig("t", 10, 4, reserved_row=0.0), "reserved_row = 0.0, must be an integer"),  # type: ignore[arg-type]
+])  # fmt: skip
+def test_settings_of_a_wrong_type(make: Any, message: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_a_state_dict_of_something_else() -> None:
+    with pytest.raises(RuntimeError, match="weight is a int, must be a tensor"):
+        ec.EmbeddingBag(10, 4).load_state_dict({"weight": 3})
