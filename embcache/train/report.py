@@ -86,7 +86,10 @@ def write_report(path: Path, record: RunRecord) -> None:
             _header(record),
             _hero(record),
             _section("Curves", _curves(record)),
-            _section("Time, machine, calibration", _time_and_calibration(record)),
+            _section(
+                "Time, machine, calibration" if record.calibration else "Time and machine",
+                _time_and_calibration(record),
+            ),
             _section("Embedding tables", _tables(record)),
             _section("Configuration", _facts(record.config)),
             "<footer>Everything in this file was written by the run itself; it loads nothing from anywhere.</footer>",

@@ -87,6 +87,7 @@ def test_missing_parts_are_left_out(tmp_path, record):
     assert record.title in text
     assert ">nan<" not in text
     assert "nan%" not in text
+    assert ("Time, machine, calibration" in text) == bool(record.calibration)
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
