@@ -240,7 +240,7 @@ def test_arguments_are_checked(native: ModuleType) -> None:
         ({"slabs": [tables.slabs[0].float()]}, "slab is float32, must be uint8"),
         ({"slabs": [tables.slabs[0][:, :4]]}, "must be contiguous"),
         ({"values": batch.values.float()}, "values is float32"),
-        ({"out_numel": batch.numel - 1}, "needs elements up to"),
+        ({"out_numel": batch.numel - 1}, "vectors from 0 by 4 in a tensor of"),
         ({"out_dtype": 7}, "out_dtype 7"),
         ({"features": batch.features[:, :5]}, r"shape \[n, 7\]"),
         ({"features": batch.features + torch.tensor([1, 0, 0, 0, 0, 0, 0])}, "names table 1 of 1"),
