@@ -87,7 +87,7 @@ def write_report(path: Path, record: RunRecord) -> None:
             _hero(record),
             _section("Curves", _curves(record)),
             _section(
-                "Time, machine, calibration" if record.calibration else "Time and machine",
+                "Time, machine, calibration" if calibration_plot(record.calibration) else "Time and machine",
                 _time_and_calibration(record),
             ),
             _section("Embedding tables", _tables(record)),
