@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .config import TableConfig
 from .errors import BadConfig, BadJagged, BadJaggedType, NotSupported
 from .init import Initializer, Normal
-from .jagged import INDEX_DTYPES, KeyedJaggedTensor
+from .jagged import KeyedJaggedTensor
+from .jagged_checks import INDEX_DTYPES
 from .lookup import Tables, read
 from .optim import SGD, Rule
 from .store import EmbeddingStore

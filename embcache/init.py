@@ -184,9 +184,10 @@ def random_words(key: int, ids: Tensor, dim: int, stream: int = 0) -> Tensor:
     return torch.stack(words, dim=2).reshape(ids.shape[0], -1)[:, :dim]
 
 
-def normal_fixed(x: Tensor, truncated: bool) -> Tensor:
-    """int64: standard normal in units of 2^-28, from int64 holding uint32; linear interpolation in integers."""
-    table = normal_table().to(torch.int64)
+def normal_fixed(x: Tensor, truncated: bool, table: Tensor | None = None) -> Tensor:
+    """int64: standard normal in units of 2^-28, from int64 holding uint32; linear interpolation in integers between
+    the entries of ``table`` (``normal_table()``)."""
+    table = (normal_table() if table is None else table).to(torch.int64)
     u = x & 0x7FFFFFFF
     if truncated:
         u = TRUNCATED_LOW + (u * (0x80000000 - TRUNCATED_LOW) >> 31)
@@ -198,7 +199,7 @@ def normal_fixed(x: Tensor, truncated: bool) -> Tensor:
     return torch.where(x >> 31 != 0, -z, z)
 
 
-def values(code: int, p0: float, p1: float, key: int, ids: Tensor, dim: int) -> Tensor:
+def values(code: int, p0: float, p1: float, key: int, ids: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
     """fp32 [n, dim]: initial weights of ``ids``; the plain-torch twin of the kernel, equal in every bit."""
     if code == CONSTANT:
         return torch.full((ids.numel(), dim), p0, dtype=torch.float32)
@@ -208,7 +209,7 @@ def values(code: int, p0: float, p1: float, key: int, ids: Tensor, dim: int) -> 
         step = one(p0) / one(2.0**23)
         out = ((x >> 8) - 2**23).to(torch.float32) * step
     elif code in (NORMAL, TRUNCATED):
-        out = normal_fixed(x, code == TRUNCATED).to(torch.int32).to(torch.float32) * one(2.0**-28) * one(p0)
+        out = normal_fixed(x, code == TRUNCATED, table).to(torch.int32).to(torch.float32) * one(2.0**-28) * one(p0)
     else:
         raise BadConfig(f"init code {code} is unknown")
     return out + one(p1) if p1 != 0 else out

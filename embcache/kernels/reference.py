@@ -291,5 +291,5 @@ def init_rows(
         stop = min(count, start + block)
         at = torch.arange(start, stop) if slots is None else slots[start:stop].to(torch.int64)
         mine = first_id + at if ids is None else ids[start:stop]
-        weights[at] = init.values(init_code, p0, p1, key, mine, dim).to(weights.dtype)
+        weights[at] = init.values(init_code, p0, p1, key, mine, dim, normal_table).to(weights.dtype)
         state[at] = state_init

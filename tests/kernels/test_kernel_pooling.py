@@ -223,6 +223,13 @@ def test_initial_rows_are_those_of_the_formula(
     assert torch.equal(other[4:], slab[4:])
 
 
+def test_normal_rows_come_from_the_table_that_is_given(backend: ModuleType) -> None:
+    slab = torch.full((40, 24), 9, dtype=torch.uint8)
+    flat = torch.zeros_like(init.normal_table())  # every quantile 0: only the mean is left
+    backend.init_rows(slab, None, None, 0, 5, 0, 20, init.NORMAL, 0.5, 0.25, 7, torch.tensor([1.0]), flat)
+    assert torch.equal(slab.view(torch.float32)[:, :5], torch.full((40, 5), 0.25))
+
+
 def test_arguments_are_checked(native: ModuleType) -> None:
     tables = Tables([4])
     batch = make_batch(tables, [0], 3)
