@@ -99,6 +99,34 @@ class TableTooLarge(EmbcacheError, MemoryError):
         super().__init__(f"tables {tables} need {need:,} bytes of memory, {free:,} are available")
 
 
+class CacheTooSmall(EmbcacheError, RuntimeError):
+    """Rows of batches that are staged ahead do not fit into the cache beside those still needed; nothing was staged.
+
+    >>> print(CacheTooSmall("user", 300, 256))
+    table 'user': batches staged ahead need 300 rows at once, the cache holds 256: a larger cache, a smaller depth, or \
+depth='auto', which waits
+    """
+
+    def __init__(self, table: str, need: int, have: int) -> None:
+        self.table, self.need, self.have = table, need, have
+        super().__init__(
+            f"table {table!r}: batches staged ahead need {need} rows at once, the cache holds {have}: a larger cache, "
+            "a smaller depth, or depth='auto', which waits"
+        )
+
+
+class ForkError(EmbcacheError, RuntimeError):
+    """A disk store was used in a child process that was forked from its owner: open it there by its path, read-only."""
+
+
+class WrongParent(EmbcacheError, ValueError):
+    """A delta export does not continue what it is applied to."""
+
+    def __init__(self, path: str, parent: object, found: object) -> None:
+        self.path, self.parent, self.found = path, parent, found
+        super().__init__(f"{path} continues {parent}, but what is here is {found}: import the exports in order")
+
+
 class CorruptStore(EmbcacheError, ValueError):
     """A file is foreign, torn or altered; nothing was read into the model and nothing was written."""
 

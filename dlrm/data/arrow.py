@@ -13,7 +13,7 @@ import numpy as np
 from dlrm.data import cells
 from dlrm.data.cells import BAG_HEX, ID_HEX
 from dlrm.data.errors import CorruptInput, SchemaError
-from dlrm.data.jit import kernel
+from embcache.kernels.jit import kernel
 from dlrm.data.parsed import BadCell, Parsed
 from dlrm.data.schema import Schema
 from dlrm.data.text import KEPT_BAD, column_kinds, expected_text, pack_texts

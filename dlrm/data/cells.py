@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dlrm.data.hashing import FNV_OFFSET, FNV_PRIME, mix64
-from dlrm.data.jit import I64, inline, kernel, pasted
+from embcache.kernels.jit import I64, inline, kernel, pasted
 from dlrm.data.transform import log1p_clipped
 
 SKIP, LABEL, LABEL_THRESHOLD, LABEL_POSITIVE, DENSE_LOG1P, DENSE_IDENTITY = range(6)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dlrm.data.batch import ClickBatch
-from dlrm.data.jit import kernel
+from embcache.kernels.jit import kernel
 from embcache.jagged import KeyedJaggedTensor
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm.data.jit import I64, U64, inline, kernel
+from embcache.kernels.jit import I64, U64, inline, kernel
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _C1 = np.uint64(0xBF58476D1CE4E5B9)

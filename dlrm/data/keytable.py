@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm.data.hashing import mix64
-from dlrm.data.jit import I64, inline, kernel
+from embcache.kernels.jit import I64, inline, kernel
 
 SLOT_BYTES, LOAD = 16, 0.6
 

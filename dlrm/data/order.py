@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm.data.hashing import bits_for, feistel, mix_python, permute_range
-from dlrm.data.jit import U64, kernel
+from embcache.kernels.jit import U64, kernel
 
 BLOCK, WINDOW = 2048, 64
 SHUFFLES = ("none", "rows", "blocks")

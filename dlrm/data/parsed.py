@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrm.data.hashing import mix64
-from dlrm.data.jit import I64, U64, inline, kernel
+from embcache.kernels.jit import I64, U64, inline, kernel
 from dlrm.data.schema import Schema
 
 PARTS = 32  # a chunk's dictionary lies in this many parts by the top bits of the key's hash

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlrm.data.hashing import GOLDEN, mix64, mix_python
-from dlrm.data.jit import U64, kernel
+from embcache.kernels.jit import U64, kernel
 
 NAMES = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)

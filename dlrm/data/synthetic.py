@@ -30,7 +30,7 @@ import torch
 from dlrm.data import synthetic_kernels as sk
 from dlrm.data.batch import ClickBatch
 from dlrm.data.hashing import mix_python
-from dlrm.data.jit import kernel
+from embcache.kernels.jit import kernel
 from dlrm.data.schema import Categorical, Dense, Label, Schema, criteo
 from dlrm.data.splits import last_ranges
 from dlrm.data.transform import log1p_clipped

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrm.data.hashing import GOLDEN, bits_for, feistel, mix64
-from dlrm.data.jit import I64, U64, inline, kernel
+from embcache.kernels.jit import I64, U64, inline, kernel
 
 MISSING_DENSE = np.int64(-(2**62))
 _S11, _S16, _S32, _S48 = np.uint64(11), np.uint64(16), np.uint64(32), np.uint64(48)

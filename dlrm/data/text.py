@@ -23,7 +23,7 @@ from dlrm.data.cells import (
     TIME_YYMMDDHH,
 )
 from dlrm.data.errors import MalformedRow, SchemaError
-from dlrm.data.jit import I64, inline, kernel, pasted
+from embcache.kernels.jit import I64, inline, kernel, pasted
 from dlrm.data.parsed import BadCell, Parsed
 from dlrm.data.schema import Schema
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm.data.jit import inline
+from embcache.kernels.jit import inline
 
 
 @inline

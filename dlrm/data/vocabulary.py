@@ -19,7 +19,7 @@ from dlrm.data.chunks import ChunkIndex, ItemReader
 from dlrm.data.errors import MemoryBudgetExceeded
 from dlrm.data.hashing import mix64
 from dlrm.data.ids import FIRST_ROW
-from dlrm.data.jit import kernel
+from embcache.kernels.jit import kernel
 from dlrm.data.keytable import KeyTable, TableFull, keys_within
 from dlrm.data.parsed import PART_SHIFT, PARTS
 

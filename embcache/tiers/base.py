@@ -1,20 +1,26 @@
 """What a tier is: a place where rows live. A chain of tiers serves a store; lookups read the first, the last holds all.
 
-A *front* tier gives the kernels arenas (slabs of rows) and, for a batch of ids, the slot of each. A *back* tier moves
-blocks of rows by key. A tier may be both.
+The store talks to a *front* (``embcache/cache``), which gives the kernels arenas of rows and, for a batch of ids, the
+slot of each. Below it are *back* tiers, which move blocks of whole rows by key and know nothing of batches. They work
+on numpy arrays: keys int64 [n], unique and ascending as unsigned 64-bit numbers (the order of LMDB's integer keys);
+rows uint8 [n, row_bytes], contiguous.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import TableConfig
+
+Block = tuple[np.ndarray, np.ndarray]  # keys int64 [n], rows uint8 [n, row_bytes]
 
 
 @dataclass
@@ -62,16 +68,56 @@ class FrontTier(Protocol):
 
 
 class BackTier(Protocol):
-    """Rows by key in blocks: keys sorted and unique, one contiguous uint8 [n, row_bytes] block."""
+    """Rows by key in blocks. Every method may be called from any thread while another runs."""
 
-    def read(self, table: int, keys: Tensor, out: Tensor) -> Tensor:
-        """Fill ``out``; returns bool [n]: which keys were there (the others are left as they are)."""
+    def open(self, tables: Sequence[TableConfig]) -> None:
+        """Get ready for these tables; once."""
 
-    def write(self, table: int, keys: Tensor, rows: Tensor) -> None:
-        """Insert or replace rows."""
+    def read(self, table: int, keys: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Fill ``out`` with the rows that are there; bool [n] says which (the others are left as they are)."""
 
-    def scan(self, table: int, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(keys, rows) of all rows, ``block`` at a time, keys ascending."""
+    def write(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Insert or replace rows that are newer than what is here; StorageFull leaves nothing of the call visible."""
+
+    def offer(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Rows that leave the cache above unchanged: a cache may keep them, a tier that holds all has them already."""
+
+    def delete(self, table: int, keys: np.ndarray) -> None:
+        """The keys are not there from now on, here and below."""
+
+    def scan(self, table: int, block: int) -> Iterator[Block]:
+        """(keys, rows) of all rows, at most ``block`` at a time, keys ascending as unsigned numbers; copies."""
+
+    def count(self, table: int) -> int:
+        """Rows that ``scan`` would give."""
+
+    def stats(self) -> dict[str, float]:
+        """Counters since it was opened: rows and bytes read and written, seconds spent."""
 
     def close(self) -> None:
         """Give back what the tier holds."""
+
+
+class DurableTier(BackTier, Protocol):
+    """A back tier whose rows survive the process: it closes what was written as a numbered generation, and the caller
+    decides by a manifest which generation exists."""
+
+    folder: Path
+    readonly: bool
+
+    def freeze(self, number: int) -> dict[str, Any]:
+        """End the open overlay: a JSON description of everything needed to read the rows as they are now. Fast, and
+        nothing is on the disk for certain yet."""
+
+    def sync(self) -> None:
+        """Everything frozen is on the disk afterwards; may run while new rows are written."""
+
+    def sealed(self, number: int, horizon: int) -> None:
+        """The manifest names generation ``number``; no generation before ``horizon`` will be asked for again, so rows
+        up to it may be merged, in the background."""
+
+    def describe(self) -> dict[str, Any]:
+        """The description of the last frozen generation as it is stored now, after merges."""
+
+    def restore(self, description: dict[str, Any] | None) -> None:
+        """The rows are exactly those of a description (None: of an empty store); what was not frozen is dropped."""

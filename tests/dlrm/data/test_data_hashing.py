@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dlrm.data import cells, hashing
-from dlrm.data.jit import kernel
+from embcache.kernels.jit import kernel
 from dlrm.data.order import SHUFFLES, epoch_order
 
 MASK = 2**64 - 1

@@ -1,4 +1,4 @@
-"""Numba's ``njit`` for the serial kernels of this package: they release the interpreter lock and are compiled once.
+"""Numba's ``njit`` for the serial kernels of both packages: they release the interpreter lock and are compiled once.
 
 Serial on purpose: Numba's default threading layer is not safe to enter from two threads, so threads are Python's.
 """
