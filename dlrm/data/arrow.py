@@ -13,10 +13,10 @@ import numpy as np
 from dlrm.data import cells
 from dlrm.data.cells import BAG_HEX, ID_HEX
 from dlrm.data.errors import CorruptInput, SchemaError
-from embcache.kernels.jit import kernel
 from dlrm.data.parsed import BadCell, Parsed
 from dlrm.data.schema import Schema
 from dlrm.data.text import KEPT_BAD, column_kinds, expected_text, pack_texts
+from embcache.kernels.jit import kernel
 
 
 def describe(path: Path) -> tuple[tuple[str, ...], int]:

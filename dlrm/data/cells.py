@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dlrm.data.hashing import FNV_OFFSET, FNV_PRIME, mix64
-from embcache.kernels.jit import I64, inline, kernel, pasted
 from dlrm.data.transform import log1p_clipped
+from embcache.kernels.jit import I64, inline, kernel, pasted
 
 SKIP, LABEL, LABEL_THRESHOLD, LABEL_POSITIVE, DENSE_LOG1P, DENSE_IDENTITY = range(6)
 ID_HEX, ID_DECIMAL, ID_STRING, BAG_HEX, BAG_DECIMAL, BAG_STRING = range(6, 12)

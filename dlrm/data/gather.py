@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from dlrm.data.batch import ClickBatch
-from embcache.kernels.jit import kernel
 from embcache.jagged import KeyedJaggedTensor
+from embcache.kernels.jit import kernel
 
 
 class RowGather:

@@ -21,10 +21,10 @@ from dlrm.data.chunks import ChunkLog
 from dlrm.data.errors import MalformedRow, ResumeMismatch
 from dlrm.data.hashing import hashed_row
 from dlrm.data.ids import RAW_MISSING, IdSpec
-from embcache.kernels.jit import kernel
 from dlrm.data.parsed import BadCell, Coded, Parsed, encode
 from dlrm.data.schema import Schema
 from dlrm.data.sources import Input, RawBlock
+from embcache.kernels.jit import kernel
 
 Progress = Callable[[str, int, float], None]
 KEPT_REPORTS = 10

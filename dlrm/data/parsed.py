@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrm.data.hashing import mix64
-from embcache.kernels.jit import I64, U64, inline, kernel
 from dlrm.data.schema import Schema
+from embcache.kernels.jit import I64, U64, inline, kernel
 
 PARTS = 32  # a chunk's dictionary lies in this many parts by the top bits of the key's hash
 PART_SHIFT = np.uint64(59)

@@ -30,11 +30,11 @@ import torch
 from dlrm.data import synthetic_kernels as sk
 from dlrm.data.batch import ClickBatch
 from dlrm.data.hashing import mix_python
-from embcache.kernels.jit import kernel
 from dlrm.data.schema import Categorical, Dense, Label, Schema, criteo
 from dlrm.data.splits import last_ranges
 from dlrm.data.transform import log1p_clipped
 from embcache.jagged import KeyedJaggedTensor
+from embcache.kernels.jit import kernel
 
 DEFAULT_TABLES = (100_000, 50_000, 20_000, 10_000, 10_000, 5_000, 5_000, 2_000, 2_000, 2_000, 1_000, 1_000, 1_000, 500,
                   500, 300, 200, 100, 100, 50, 50, 30, 20, 10, 4, 3)  # fmt: skip

@@ -23,9 +23,9 @@ from dlrm.data.cells import (
     TIME_YYMMDDHH,
 )
 from dlrm.data.errors import MalformedRow, SchemaError
-from embcache.kernels.jit import I64, inline, kernel, pasted
 from dlrm.data.parsed import BadCell, Parsed
 from dlrm.data.schema import Schema
+from embcache.kernels.jit import I64, inline, kernel, pasted
 
 KEPT_BAD = 1000
 

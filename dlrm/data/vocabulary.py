@@ -19,9 +19,9 @@ from dlrm.data.chunks import ChunkIndex, ItemReader
 from dlrm.data.errors import MemoryBudgetExceeded
 from dlrm.data.hashing import mix64
 from dlrm.data.ids import FIRST_ROW
-from embcache.kernels.jit import kernel
 from dlrm.data.keytable import KeyTable, TableFull, keys_within
 from dlrm.data.parsed import PART_SHIFT, PARTS
+from embcache.kernels.jit import kernel
 
 SORT_BYTES = 64  # a row being sorted: key, count, their order and copies
 SAMPLE = 256

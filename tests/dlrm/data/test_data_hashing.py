@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dlrm.data import cells, hashing
-from embcache.kernels.jit import kernel
 from dlrm.data.order import SHUFFLES, epoch_order
+from embcache.kernels.jit import kernel
 
 MASK = 2**64 - 1
 
