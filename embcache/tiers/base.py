@@ -8,7 +8,7 @@ rows uint8 [n, row_bytes], contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -116,8 +116,12 @@ class DurableTier(BackTier, Protocol):
         """The manifest names generation ``number``; no generation before ``horizon`` will be asked for again, so rows
         up to it may be merged, in the background."""
 
-    def describe(self) -> dict[str, Any]:
-        """The description of the last frozen generation as it is stored now, after merges."""
+    on_merged: Callable[[], None]
+    """Called (from a background thread) when rows have been merged, before the files they came from are removed: the
+    caller then writes its manifest anew with ``trimmed`` descriptions."""
+
+    def trimmed(self, description: dict[str, Any]) -> dict[str, Any]:
+        """The same rows as they are stored now: without the segments that merges have made superfluous."""
 
     def restore(self, description: dict[str, Any] | None) -> None:
         """The rows are exactly those of a description (None: of an empty store); what was not frozen is dropped."""
