@@ -133,6 +133,11 @@ class TableConfig:
         return tuple(self.features)
 
     @property
+    def unbounded(self) -> bool:
+        """Whether every int64 is an id."""
+        return self.num_embeddings is None
+
+    @property
     def dtype_code(self) -> int:
         return DTYPES[self.dtype]
 
