@@ -1,0 +1,1 @@
+"""Bounded caches of rows over the tiers below: index, policy, hot rows, front."""
