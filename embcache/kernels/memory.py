@@ -41,6 +41,30 @@ def huge_empty(nbytes: int) -> Tensor:
     return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=start)  # holds a reference to the map
 
 
+def reserve(nbytes: int, huge: int = 0) -> Tensor:
+    """uint8 [nbytes], zeroed: address space whose pages are committed when they are first written, on ordinary pages
+    but for the first ``huge`` bytes. OSError where the system refuses so much.
+
+    >>> reserve(1 << 40)[-1:]
+    tensor([0], dtype=torch.uint8)
+    """
+    if nbytes == 0:
+        return torch.zeros(0, dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0) | NO_RESERVE
+    try:
+        area = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=flags)
+    except (OverflowError, ValueError) as error:
+        raise OSError(f"cannot reserve {nbytes} bytes: {error}") from error
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % HUGE_PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            first = -(-(start + huge) // mmap.PAGESIZE) * mmap.PAGESIZE if huge else 0
+            area.madvise(mmap.MADV_NOHUGEPAGE, first, len(area) - first)
+            if huge:
+                area.madvise(mmap.MADV_HUGEPAGE, 0, first)
+    return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=start)
+
+
 def available_bytes() -> int | None:
     """Memory the system could still give, or None where it does not say."""
     try:

@@ -1,0 +1,216 @@
+"""Serial kernels of the hot cache: a batch's ids to slots, pins, and the movement of rows.
+
+Arrays by slot: ``slot_ids`` int64, ``pins`` int32, ``flags`` uint8 (bits below), ``where`` int32 (scratch). Those of all
+tables lie in one array each, a table's from its ``base`` on, so that one call serves a batch. ``segments`` int64 [S, 3]
+lists (base, first, last): the positions of a batch's distinct rows that belong to a table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .index import AHEAD, ENTRY, ENTRY_BYTES, find, home, set_entry
+from .jit import kernel
+from .rawmem import copy_bytes, prefetch, zero_bytes
+
+DIRTY = np.uint8(1)  # newer than in the tier below
+EXISTS = np.uint8(2)  # was written once: differs from its initial value
+READY = np.uint8(4)  # the row is there: neither being loaded nor leaving
+BELOW = np.uint8(8)  # the tier below has a record of it
+OVERFLOW = np.uint8(16)  # in the overflow extent: stays pinned until its last lease ends
+
+COUNT, UNIQUE, MISSES = 0, 1, 2  # of the state of a pass
+
+
+@kernel
+def locate(
+    entries: np.ndarray,
+    state: np.ndarray,
+    limit: int,
+    keys: np.ndarray,
+    begin: int,
+    first: int,
+    where: np.ndarray,
+    positions: np.ndarray,
+    unique: np.ndarray,
+    slots: np.ndarray,
+    counts: np.ndarray,
+) -> int:
+    """Distinct keys of ``keys[begin:]`` and their slots; returns how far it came (short of the end: the index is full).
+
+    ``state``: keys in the index, distinct keys so far, misses so far. The k-th distinct key is ``unique[k]``, at
+    ``slots[k]`` or -1, ``counts[k]`` times; ``positions[i]`` = first + k. A miss enters the index as -(k + 1) in place
+    of its slot + 1. Whether a slot was met before is asked of a sparse set: ``where[slot]`` is its k if slots[k] agrees.
+    """
+    n, capacity = keys.shape[0], entries.shape[0] // ENTRY
+    base, homes = entries.ctypes.data, np.empty(AHEAD, np.int64)
+    for i in range(begin, min(begin + AHEAD, n)):
+        homes[i % AHEAD] = home(keys[i], capacity)
+        prefetch(base + homes[i % AHEAD] * ENTRY_BYTES)
+    count, u, missed = state[COUNT], state[UNIQUE], state[MISSES]
+    stop = n
+    for i in range(begin, n):
+        key, start = keys[i], homes[i % AHEAD]
+        if i + AHEAD < n:
+            later = home(keys[i + AHEAD], capacity)
+            homes[i % AHEAD] = later
+            prefetch(base + later * ENTRY_BYTES)
+        e = find(entries, capacity, key, start)
+        word = np.int64(entries[e + 2])
+        if word > 0:
+            k = np.int64(where[word - 1])
+            if k < u and slots[k] == word - 1:
+                counts[k] += 1
+                positions[i] = first + k
+                continue
+            where[word - 1] = u
+            slots[u] = word - 1
+        elif word < 0:
+            counts[-word - 1] += 1
+            positions[i] = first - word - 1
+            continue
+        else:
+            if count >= limit:
+                stop = i
+                break
+            set_entry(entries, e, key, -(u + 1))
+            count += 1
+            missed += 1
+            slots[u] = -1
+        unique[u], counts[u] = key, 1
+        positions[i] = first + u
+        u += 1
+    state[COUNT], state[UNIQUE], state[MISSES] = count, u, missed
+    return stop
+
+
+@kernel
+def pin(segments: np.ndarray, slots: np.ndarray, pins: np.ndarray) -> None:
+    """One pin more for each slot that is not -1."""
+    for s in range(segments.shape[0]):
+        base = segments[s, 0]
+        for k in range(segments[s, 1], segments[s, 2]):
+            if slots[k] >= 0:
+                pins[base + slots[k]] += 1
+
+
+@kernel
+def unpin(segments: np.ndarray, slots: np.ndarray, pins: np.ndarray, flags: np.ndarray, what: int) -> None:
+    """One pin less for each slot that is not -1: of all rows (``what`` 0), of those in the cache (1) or overflow (2)."""
+    for s in range(segments.shape[0]):
+        base = segments[s, 0]
+        for k in range(segments[s, 1], segments[s, 2]):
+            if slots[k] >= 0:
+                g = base + slots[k]
+                if what == 0 or (what == 2) == ((flags[g] & OVERFLOW) != 0):
+                    pins[g] -= 1
+
+
+@kernel
+def repin(
+    segments: np.ndarray,
+    slots: np.ndarray,
+    unique: np.ndarray,
+    slot_ids: np.ndarray,
+    pins: np.ndarray,
+    flags: np.ndarray,
+    overflow_held: bool,
+) -> bool:
+    """Pin rows that may have left since; False, and nothing pinned, where one is no longer in its slot."""
+    for s in range(segments.shape[0]):
+        base = segments[s, 0]
+        for k in range(segments[s, 1], segments[s, 2]):
+            g = base + slots[k]
+            if slot_ids[g] != unique[k] or (flags[g] & READY) == 0:
+                return False
+    for s in range(segments.shape[0]):
+        base = segments[s, 0]
+        for k in range(segments[s, 1], segments[s, 2]):
+            g = base + slots[k]
+            if not (overflow_held and (flags[g] & OVERFLOW) != 0):
+                pins[g] += 1
+    return True
+
+
+@kernel
+def spread(ranges: np.ndarray, positions: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
+    """out[i] = slots[positions[i]] for i in each [start, stop) of ``ranges`` int64 [R, 2]."""
+    for r in range(ranges.shape[0]):
+        for i in range(ranges[r, 0], ranges[r, 1]):
+            out[i] = slots[positions[i]]
+
+
+@kernel
+def mark(segments: np.ndarray, slots: np.ndarray, flags: np.ndarray, bits: int) -> None:
+    """Set bits of the flags of each slot."""
+    for s in range(segments.shape[0]):
+        base = segments[s, 0]
+        for k in range(segments[s, 1], segments[s, 2]):
+            flags[base + slots[k]] |= np.uint8(bits)
+
+
+@kernel
+def claim(slots: np.ndarray, pins: np.ndarray, flags: np.ndarray, out: np.ndarray, n: int, most: int) -> int:
+    """Of one table's ``slots``, those that may leave (ready, no pin) are marked as leaving and appended to ``out`` from
+    ``n`` on, until it holds ``most``; returns how many it holds."""
+    for i in range(slots.shape[0]):
+        if n == most:
+            break
+        s = slots[i]
+        if pins[s] == 0 and (flags[s] & READY) != 0:
+            flags[s] &= ~READY
+            out[n] = s
+            n += 1
+    return n
+
+
+@kernel
+def idle(first: int, last: int, pins: np.ndarray, flags: np.ndarray, out: np.ndarray) -> int:
+    """Slots of [first, last) that are ready and not pinned are marked as leaving; returns their number."""
+    n = 0
+    for s in range(first, last):
+        if pins[s] == 0 and (flags[s] & READY) != 0:
+            flags[s] &= ~READY
+            out[n] = s
+            n += 1
+    return n
+
+
+@kernel
+def flagged(first: int, last: int, flags: np.ndarray, mask: int, bits: int, out: np.ndarray) -> int:
+    """Slots of [first, last) whose flags under ``mask`` equal ``bits``, as far as ``out`` holds them; returns their
+    number."""
+    n = 0
+    for s in range(first, last):
+        if flags[s] & np.uint8(mask) == np.uint8(bits):
+            if n < out.shape[0]:
+                out[n] = s
+            n += 1
+    return n
+
+
+@kernel
+def gather(slab: np.ndarray, row_bytes: int, slots: np.ndarray, out: np.ndarray) -> None:
+    """Rows of ``slots`` from a one-dimensional uint8 slab to ``out``."""
+    base, target, n = slab.ctypes.data, out.ctypes.data, slots.shape[0]
+    for i in range(n):
+        if i + AHEAD < n:
+            prefetch(base + np.int64(slots[i + AHEAD]) * row_bytes)
+        copy_bytes(target + i * row_bytes, base + np.int64(slots[i]) * row_bytes, row_bytes)
+
+
+@kernel
+def scatter(rows: np.ndarray, chosen: np.ndarray, slots: np.ndarray, row_bytes: int, slab: np.ndarray) -> None:
+    """Rows ``chosen`` (their numbers in the one-dimensional ``rows``) to the slots ``slots[chosen]`` of the slab."""
+    base, source = slab.ctypes.data, rows.ctypes.data
+    for i in range(chosen.shape[0]):
+        k = np.int64(chosen[i])
+        copy_bytes(base + np.int64(slots[k]) * row_bytes, source + k * row_bytes, row_bytes)
+
+
+@kernel
+def clear(slots: np.ndarray, row_bytes: int, slab: np.ndarray) -> None:
+    """Zero the rows of ``slots``."""
+    base = slab.ctypes.data
+    for i in range(slots.shape[0]):
+        zero_bytes(base + np.int64(slots[i]) * row_bytes, row_bytes)
