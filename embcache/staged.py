@@ -71,6 +71,11 @@ class Part:
             self._front.release(self._lease)
             self._lease = None
 
+    def serves(self, front: FrontTier) -> bool:
+        """Whether it can be read, from ``front``, for the ids as they are now."""
+        same = self._seen == (_version(self._values), _version(self._offsets))
+        return self.open and self._front is front and same
+
     def check_unchanged(self) -> None:
         """Raise where the ids were overwritten since the batch was staged, by a loader that reuses memory say."""
         if self._seen != (_version(self._values), _version(self._offsets)):
@@ -223,6 +228,10 @@ class Handle:
 
     def __init__(self, batch: KeyedJaggedTensor, parts: list[Part], device: torch.device) -> None:
         self.batch, self.parts, self.device = batch, parts, device
+
+    def part(self, features: tuple[str, ...]) -> Part | None:
+        """The part that holds exactly these features, in their order."""
+        return next((part for part in self.parts if part.layout.names == features), None)
 
     def release(self) -> None:
         """Give the pins back, those of gradients that wait for the step excepted; further lookups raise."""
