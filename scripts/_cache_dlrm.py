@@ -1,8 +1,8 @@
 """The DLRM of bench_train.py with its tables in a cache over LMDB, beside the same with all rows in memory.
 
 Both see the same fresh batches: a few that repeat would all fit into the cache. The cached one trains through
-``store.lookahead`` and commits every so many steps in the background; the time of a round is whole, commits and the work
-they leave included. Its rows lie in LMDB before the measurement begins, as after long training.
+``store.lookahead`` and commits every so many steps in the background; the time of a round is whole, commits and the
+work they leave included. Its rows lie in LMDB before the measurement begins, as after long training.
 """
 
 from __future__ import annotations
