@@ -186,6 +186,8 @@ class _Source:
                 return _Item(batch, jagged if isinstance(jagged, list | tuple) else (jagged,))
             item = _Item()
             item.last = True
+        except StopIteration as error:
+            item = _Item(error=RuntimeError(f"{self._ids} raised StopIteration, which would pass for the end: {error}"))
         except Exception as error:
             item = _Item(error=error)
         self._ended = True
