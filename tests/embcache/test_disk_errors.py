@@ -3,7 +3,6 @@ foreign, missing or of a newer version."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import json
@@ -101,9 +100,7 @@ def until_full(store: ec.EmbeddingStore, act: Callable[[int], object]) -> int:
     for k in range(400):
         try:
             act(k)
-        except StorageFull as error:
-            assert error.free < 3 << 20
-            assert str(error.path)
+        except StorageFull:
             return k
     raise AssertionError("the disk never became full")
 
@@ -152,20 +149,24 @@ def test_a_disk_that_is_full_at_the_commit(small_disk: Path) -> None:
     after = contents(store)
     filler = fill(small_disk, 20_000)
     for wait in (True, False):
-        with pytest.raises(StorageFull):
-            store.commit({"step": 2}, wait=wait)
-            store.close()  # which waits for what was begun
-    if store.front.arenas:  # a store whose close failed is closed all the same
+        with pytest.raises(StorageFull, match=r"no room for .* at .*: \d+ free"):
+            commit(store, wait)
         assert contents(store) == after
+    reader = ec.EmbeddingStore.open(path, readonly=True)
+    assert contents(reader) == before
+    reader.close()
     filler.unlink()
-    with contextlib.suppress(EmbcacheError):
-        store.close()
+    commit(store, False)
+    store.close()
     again = open_store(path, rows=4000, dim=64)
-    assert contents(again) == before
-    train(again, 1000, 1000)
-    again.commit({"step": 2})
     assert contents(again) == after
     again.close()
+
+
+def commit(store: ec.EmbeddingStore, wait: bool) -> None:
+    """Begun and ended."""
+    store.commit({"step": 2}, wait=wait)
+    store.checkpoints.wait()
 
 
 # writers, readers, copies --------------------------------------------------------------------------------------------
@@ -414,8 +415,9 @@ def test_reading_only_refuses_to_write(path: Path) -> None:
     before = digests(path)
     reader = ec.EmbeddingStore.open(path, readonly=True)
     with pytest.raises(EmbcacheError):
-        train(reader, 0)
         reader.commit()
+    with pytest.raises(EmbcacheError):
+        reader.flush()
     reader.close()
     assert digests(path) == before
     with pytest.raises((FileNotFoundError, EmbcacheError)):
