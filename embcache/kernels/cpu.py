@@ -151,14 +151,15 @@ def mark(segments: np.ndarray, slots: np.ndarray, flags: np.ndarray, bits: int) 
 
 @kernel
 def claim(slots: np.ndarray, pins: np.ndarray, flags: np.ndarray, out: np.ndarray, n: int, most: int) -> int:
-    """Of one table's ``slots``, those that may leave (ready, no pin) are marked as leaving and appended to ``out`` from
-    ``n`` on, until it holds ``most``; returns how many it holds."""
+    """Of one table's ``slots``, those that may leave (ready, no pin) are marked as leaving, pinned so that nobody chooses
+    them again, and appended to ``out`` from ``n`` on, until it holds ``most``; returns how many it holds."""
     for i in range(slots.shape[0]):
         if n == most:
             break
         s = slots[i]
         if pins[s] == 0 and (flags[s] & READY) != 0:
             flags[s] &= ~READY
+            pins[s] = 1
             out[n] = s
             n += 1
     return n
