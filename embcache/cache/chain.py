@@ -62,7 +62,7 @@ def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: Mod
 
 
 def _whole(tables: Sequence[TableConfig], kernels: ModuleType) -> list[DirectTable | HotTable]:
-    """Engines of tables with no tier below: direct ones as far as they fit into memory, the largest are hashed first."""
+    """Engines of tables with no tier below: direct as far as memory goes; the largest are hashed first."""
     free = available_bytes()
     sizes = {t: table.num_embeddings * table.row_bytes for t, table in enumerate(tables) if table.num_embeddings}
     direct = set(sizes)

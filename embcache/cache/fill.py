@@ -13,8 +13,8 @@ _NONE = np.empty(0, dtype=np.int32)
 
 
 class Fill:
-    """The rows of one table that a batch misses: ``choose`` places, ``write_down`` who must leave, ``occupy``, ``fetch``,
-    ``finish``; ``cancel`` before and ``vacate`` after ``occupy`` undo.
+    """The rows of one table that a batch misses: ``choose`` places, ``write_down`` who must leave, ``occupy``,
+    ``fetch``, ``finish``; ``cancel`` before and ``vacate`` after ``occupy`` undo.
 
     ``at``: positions of the missing rows in the lease; ``keys`` ascending as unsigned numbers.
     """

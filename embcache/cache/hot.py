@@ -98,7 +98,7 @@ class HotTable:
         """``rows[chosen]`` to ``slots[chosen]``."""
         cpu.scatter(rows, chosen, slots, self.row_bytes, self.flat)
 
-    def flagged(self, mask: int, bits: int) -> np.ndarray:
+    def flagged(self, mask: np.uint8, bits: np.uint8) -> np.ndarray:
         """int32: slots whose flags under ``mask`` are ``bits``."""
         parts = []
         for pool in (self.cache, self.overflow):

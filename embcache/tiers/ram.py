@@ -11,8 +11,8 @@ from ..errors import BadConfig
 class Ram:
     """Rows in main memory: all of them as the last tier of a chain, some of them as a cache over another tier.
 
-    ``Ram()`` holds everything. Alone, it keeps bounded tables at slot = id, on huge pages where the system has them, and
-    hashes unbounded tables and those that do not fit. Below a cache it holds rows by key.
+    ``Ram()`` holds everything. Alone, it keeps bounded tables at slot = id, on huge pages where the system has them,
+    and hashes unbounded tables and those that do not fit. Below a cache it holds rows by key.
 
     Args:
         rows: cached rows of each table; a dict gives them by table name, and must name them all.
