@@ -26,7 +26,7 @@ from . import records
 from .config import TableConfig
 from .errors import CorruptStore, SchemaMismatch
 
-__all__ = ["WRITER", "arrow", "batches", "from_arrow", "ids_of", "schema_of", "to_arrow"]
+__all__ = ["WRITER", "arrow", "batches", "from_arrow", "ids_of", "proved", "schema_of", "to_arrow"]
 
 ID, WEIGHT, STATE, META = "id", "weight", "state", ("last_step", "count")
 WRITER: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": [ID]}
@@ -83,6 +83,20 @@ def from_arrow(table: TableConfig, columns: Any) -> tuple[Tensor, Tensor]:
 def ids_of(table: TableConfig, columns: Any) -> Tensor:
     """int64 [n]: the ids alone."""
     return _tensor(table, columns, schema_of(table, state=False).field(ID))
+
+
+def proved(table: TableConfig, path: str | Path) -> bool:
+    """Whether a file's types alone show that every row in it is whole: lists of the right width, nothing null."""
+    pa, pq = arrow()
+    try:
+        found = pq.read_schema(path)
+    except pa.ArrowInvalid as error:
+        raise CorruptStore(f"{path}: {error}") from error
+    return {ID, WEIGHT} <= set(found.names) and all(
+        found.field(field.name).type == field.type and not found.field(field.name).nullable
+        for field in schema_of(table)
+        if field.name in found.names
+    )
 
 
 def batches(path: str | Path, names: Sequence[str] | None = None, rows: int = 65536) -> Iterator[Any]:
