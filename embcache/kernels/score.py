@@ -1,7 +1,8 @@
 """Scores of cached rows and the choice of victims: serial loops over plain arrays.
 
 Every resident slot of a cache has one int64 score >= 1, larger = keep; 0 is a slot without a row, so that arrays start
-as untouched zero pages. Scores are statistics: they decide what is fetched again, never what is computed.
+as untouched zero pages. Scores are statistics: they decide what is fetched again, never what is computed. Slots beyond
+``score`` (the overflow extent of a cache) are passed over by all.
 
 Victims come from a queue of candidates. A refill samples the scores, takes the quantile that gives about the wanted
 number as a threshold and sweeps on from where the last sweep stopped (the hand of a clock), so that an eviction costs a
@@ -12,65 +13,63 @@ from __future__ import annotations
 
 import numpy as np
 
-from .jit import I64, U64, inline, kernel
+from .ghosts import mix, put, take
+from .jit import I64, inline, kernel
 
 FREE = np.int64(0)  # no row here
-TOUCHED = np.int64(2**63 - 1)  # a callable has to score this row again before it may leave
-NEEDED = np.int64(2**61)  # from here on: a batch of the known window needs the row
+TOUCHED = np.int64(2**63 - 1)  # to be scored again before it may leave
+NEEDED = np.int64(2**62)  # from here on: a batch of the known window needs the row
+SOONEST = np.int64(2**62 + 2**61)  # minus the number of that batch is its score
 SAMPLE = 1024
+USE = 16  # what an occurrence adds to a frequency
 
 # fields of the int64 state of a keeper
-HEAD, TAIL, HAND, HIGH, RESIDENT = 0, 1, 2, 3, 4
+HEAD, TAIL, HAND, HIGH, RESIDENT, SEEN, NOW = 0, 1, 2, 3, 4, 5, 6
 FIELDS = 8
 
 
 @inline
-def mix(key: I64) -> U64:
-    """A 64-bit mix of an id (the finaliser of MurmurHash3 behind an odd multiply)."""
-    h = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
-    h ^= h >> np.uint64(33)
-    h *= np.uint64(0xFF51AFD7ED558CCD)
-    h ^= h >> np.uint64(33)
-    h *= np.uint64(0xC4CEB9FE1A85EC53)
-    return h ^ (h >> np.uint64(33))
-
-
-@inline
-def _note(state: np.ndarray, score: np.ndarray, slot: I64) -> None:
-    """A slot becomes resident."""
+def _set(state: np.ndarray, score: np.ndarray, slot: I64, value: I64) -> None:
+    """A slot becomes, or is, resident."""
     if score[slot] == FREE:
         state[RESIDENT] += 1
     if slot >= state[HIGH]:
         state[HIGH] = slot + 1
+    score[slot] = value
 
 
 @kernel
-def touch_recent(state: np.ndarray, score: np.ndarray, slots: np.ndarray, counts: np.ndarray, base: int) -> None:
-    """Least recently used: the score is ``base`` (the tick, shifted) plus the occurrences in this batch, capped."""
+def touch_recent(state: np.ndarray, score: np.ndarray, slots: np.ndarray, counts: np.ndarray, tick: int) -> None:
+    """Least recently used: the number of the batch, then the occurrences in it, up to 255."""
     for i in range(slots.shape[0]):
         s = np.int64(slots[i])
         if s < score.shape[0]:
-            _note(state, score, s)
-            score[s] = base + min(np.int64(counts[i]), np.int64(255))
+            _set(state, score, s, (tick << 8) + min(np.int64(counts[i]), 255))
 
 
 @kernel
-def touch_frequent(score: np.ndarray, slots: np.ndarray, counts: np.ndarray, weight: int) -> None:
-    """Least frequently used: every occurrence adds ``weight``."""
+def touch_frequent(state: np.ndarray, score: np.ndarray, slots: np.ndarray, counts: np.ndarray) -> None:
+    """Least frequently used: occurrences add up."""
     for i in range(slots.shape[0]):
         s = np.int64(slots[i])
+        state[SEEN] += counts[i]
         if s < score.shape[0] and score[s] != FREE:
-            score[s] += np.int64(counts[i]) * weight
+            score[s] += np.int64(counts[i]) * USE
 
 
 @kernel
-def insert_frequent(state: np.ndarray, score: np.ndarray, slots: np.ndarray, counts: np.ndarray, weight: int) -> None:
-    """New rows: their occurrences in this batch."""
+def insert_frequent(
+    state: np.ndarray, score: np.ndarray, ghosts: np.ndarray, slots: np.ndarray, ids: np.ndarray, counts: np.ndarray
+) -> None:
+    """New rows: what is remembered of the id, and its occurrences in this batch."""
     for i in range(slots.shape[0]):
         s = np.int64(slots[i])
+        state[SEEN] += counts[i]
+        worth = take(ghosts, ids[i]) + np.int64(counts[i]) * USE
         if s < score.shape[0]:
-            _note(state, score, s)
-            score[s] = np.int64(counts[i]) * weight
+            _set(state, score, s, worth)
+        else:
+            put(ghosts, ids[i], worth)
 
 
 @kernel
@@ -84,16 +83,140 @@ def drop(state: np.ndarray, score: np.ndarray, slots: np.ndarray) -> None:
 
 
 @kernel
-def halve(state: np.ndarray, score: np.ndarray, shift: int) -> None:
-    """Every score divided by ``2 ** shift``."""
+def drop_frequent(
+    state: np.ndarray, score: np.ndarray, frequency: np.ndarray, ghosts: np.ndarray, slots: np.ndarray, ids: np.ndarray
+) -> None:
+    """The rows of these slots are gone; how often their ids were used is remembered elsewhere."""
+    for i in range(slots.shape[0]):
+        s = np.int64(slots[i])
+        if s < score.shape[0] and score[s] != FREE:
+            put(ghosts, ids[i], frequency[s])
+            frequency[s] = FREE
+            score[s] = FREE
+            state[RESIDENT] -= 1
+
+
+@kernel
+def halve(state: np.ndarray, frequency: np.ndarray) -> None:
+    """Every frequency counts half."""
+    state[SEEN] = 0
     for s in range(state[HIGH]):
-        if FREE < score[s] < NEEDED:
-            score[s] = max(score[s] >> shift, 1)
+        if frequency[s] > 1:
+            frequency[s] >>= 1
+
+
+# look-ahead: rows that the known window needs stay, the soonest longest; the others by frequency -------------------
+
+
+@inline
+def _ahead(state: np.ndarray, score: np.ndarray, frequency: np.ndarray, until: np.ndarray, s: I64) -> None:
+    """The score of a slot from its frequency and the last batch known to need it."""
+    _set(state, score, s, SOONEST - until[s] if until[s] > state[NOW] else frequency[s])
+
+
+@kernel
+def touch_ahead(
+    state: np.ndarray,
+    score: np.ndarray,
+    frequency: np.ndarray,
+    until: np.ndarray,
+    slots: np.ndarray,
+    counts: np.ndarray,
+) -> None:
+    """Rows used by batch ``state[NOW]``."""
+    for i in range(slots.shape[0]):
+        s = np.int64(slots[i])
+        state[SEEN] += counts[i]
+        if s < score.shape[0] and score[s] != FREE:
+            frequency[s] += np.int64(counts[i]) * USE
+            _ahead(state, score, frequency, until, s)
+
+
+@kernel
+def insert_ahead(
+    state: np.ndarray,
+    score: np.ndarray,
+    frequency: np.ndarray,
+    until: np.ndarray,
+    ghosts: np.ndarray,
+    awaited: np.ndarray,
+    slots: np.ndarray,
+    ids: np.ndarray,
+    counts: np.ndarray,
+) -> None:
+    """New rows of batch ``state[NOW]``; ``awaited``: by hash of the id, the last batch that was announced to need it."""
+    mask = np.uint64(awaited.shape[0] - 1)
+    for i in range(slots.shape[0]):
+        s = np.int64(slots[i])
+        state[SEEN] += counts[i]
+        worth = take(ghosts, ids[i]) + np.int64(counts[i]) * USE
+        if s < score.shape[0]:
+            frequency[s], until[s] = worth, awaited[mix(ids[i]) & mask]
+            _ahead(state, score, frequency, until, s)
+        else:
+            put(ghosts, ids[i], worth)
+
+
+@kernel
+def announce(
+    state: np.ndarray,
+    score: np.ndarray,
+    until: np.ndarray,
+    awaited: np.ndarray,
+    ids: np.ndarray,
+    slots: np.ndarray,
+    tick: int,
+) -> None:
+    """Batch ``tick`` will need ``ids``; those that are resident stay."""
+    mask = np.uint64(awaited.shape[0] - 1)
+    for i in range(ids.shape[0]):
+        h = mix(ids[i]) & mask
+        awaited[h] = max(awaited[h], tick)
+        s = np.int64(slots[i])
+        if 0 <= s < score.shape[0] and score[s] != FREE and tick > state[NOW]:
+            if score[s] < NEEDED:  # else an earlier batch needs it
+                score[s] = SOONEST - tick
+            until[s] = max(until[s], tick)
+
+
+@kernel
+def forgo(state: np.ndarray, score: np.ndarray, frequency: np.ndarray, until: np.ndarray) -> None:
+    """Rows announced for a batch that has passed without them are worth their frequency again."""
+    for s in range(state[HIGH]):
+        if score[s] >= NEEDED and SOONEST - score[s] <= state[NOW]:
+            _ahead(state, score, frequency, until, s)
+
+
+# callables ---------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def touch_own(
+    state: np.ndarray,
+    score: np.ndarray,
+    uses: np.ndarray,
+    last: np.ndarray,
+    slots: np.ndarray,
+    counts: np.ndarray,
+    tick: int,
+) -> None:
+    """Note uses; the score has to be asked for again."""
+    for i in range(slots.shape[0]):
+        s = np.int64(slots[i])
+        if s < score.shape[0]:
+            if score[s] == FREE:
+                uses[s] = 0
+            _set(state, score, s, TOUCHED)
+            uses[s] += counts[i]
+            last[s] = tick
+
+
+# victims -----------------------------------------------------------------------------------------------------------
 
 
 @inline
 def _threshold(state: np.ndarray, score: np.ndarray, pins: np.ndarray, want: I64, sample: np.ndarray) -> I64:
-    """A score which about ``want`` of the slots that may leave do not exceed; TOUCHED where none may."""
+    """A score which about ``want`` of the slots that may leave do not exceed; TOUCHED where the sample finds none."""
     high, n = state[HIGH], 0
     step = max(high // sample.shape[0], 1)
     s = state[HAND] % step
