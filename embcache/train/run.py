@@ -15,7 +15,6 @@ import yaml
 
 from embcache.checkpoint import Checkpoints
 from embcache.errors import CorruptStore, SchemaMismatch
-from embcache.rows import count_written
 from embcache.statefile import replace_file
 from embcache.train.config import TrainConfig
 from embcache.train.flags import flatten, save_yaml
@@ -119,7 +118,7 @@ def _table_facts(trainer: Trainer) -> list[TableFacts]:
             name=table.name,
             rows=table.num_embeddings,
             dim=table.embedding_dim,
-            written=count_written(store, t),
+            written=store.count_written(table.name),
             lookups=sum(lookups.get(feature, 0) for feature in table.feature_names),
             bytes=(table.num_embeddings or 0) * table.row_bytes,
         )
