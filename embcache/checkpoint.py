@@ -227,7 +227,9 @@ class Checkpoints:
         """Copy what may change; the function returned writes it and gives the checksum of the table of contents."""
         plain, tensors = statefile.pack(state)
         extras, extra_tensors = statefile.pack([store.extra_state() for store in stores])
-        tables = [{"table": schema.describe(t), "step": n} for s in stores for t, n in zip(s.tables, s.steps, strict=True)]
+        tables = [
+            {"table": schema.describe(t), "step": n} for s in stores for t, n in zip(s.tables, s.steps, strict=True)
+        ]
         content = {"format": FORMAT, "version": VERSION, "state": plain, "extra": extras, "tables": tables}
 
         def write() -> int:

@@ -143,9 +143,7 @@ class Tables(nn.Module):
         if strict:
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
-    def _load_table(
-        self, name: str, key: str, state_dict: Any, missing_keys: list[str], error_msgs: list[str]
-    ) -> None:
+    def _load_table(self, name: str, key: str, state_dict: Any, missing_keys: list[str], error_msgs: list[str]) -> None:
         table = self.store.tables[self.store.index(name)]
         wanted = [key, key + IDS_SUFFIX] if table.unbounded else [key]
         absent = [k for k in wanted if k not in state_dict]

@@ -21,6 +21,7 @@ tensor([[2., 2.],
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch import Tensor
 from . import kernels, options
 from .cache import open_chain
 from .config import TableConfig, check_tables
-from .errors import BadConfig, NonFiniteGradient, NoOptimizer, NotSupported, StaleLookup
+from .errors import BadConfig, EmbcacheError, NonFiniteGradient, NoOptimizer, NotSupported, StaleLookup
 from .init import table_key
 from .jagged import KeyedJaggedTensor
 from .kernels.memory import available_bytes
@@ -62,7 +63,9 @@ class EmbeddingStore(StoreDisk):
         TableTooLarge: tables that were to live in memory do not fit.
     """
 
-    def __init__(self, tables: Sequence[TableConfig], tiers: Sequence[Any] | None = None, *, backend: str = "auto") -> None:
+    def __init__(
+        self, tables: Sequence[TableConfig], tiers: Sequence[Any] | None = None, *, backend: str = "auto"
+    ) -> None:
         self.tables = check_tables(tables)
         self.tiers = [Ram()] if tiers is None else list(tiers)
         self.backend = backend
@@ -81,7 +84,12 @@ class EmbeddingStore(StoreDisk):
 
     @classmethod
     def open(
-        cls, path: str | Path, *, readonly: bool = False, rows: int | dict[str, int] | None = None, backend: str = "auto"
+        cls,
+        path: str | Path,
+        *,
+        readonly: bool = False,
+        rows: int | dict[str, int] | None = None,
+        backend: str = "auto",
     ) -> EmbeddingStore:
         """Reopen a store from its folder alone, tables as they were declared; ``rows`` of each are cached (None: a
         sixteenth of memory over all tables). ``readonly``: for serving, beside a writer; see ``refresh``."""
@@ -179,11 +187,29 @@ class EmbeddingStore(StoreDisk):
         depth: int | Literal["auto"] = 1,
         *,
         ids: Callable[[Any], Any] | None = None,
-        window: int | None = None,
+        window: int = 0,
+        training: bool = True,
     ) -> LookAhead:
         """``for batch in store.lookahead(loader, depth=2)``: the rows of later batches are staged on another thread
-        while this one trains; see ``LookAhead``. Results are the same bits for every depth."""
-        return LookAhead(self, loader, depth, ids=ids, window=window)
+        while this one trains, those of the features that tables read. Results are the same bits for every depth; see
+        ``LookAhead``."""
+
+        def stage(jagged: Any, overflow: bool) -> Handle:
+            there = set(jagged.keys())
+            features = tuple(name for name in self.layouts.all_features if name in there)
+            return self.stage(jagged, features, training=training, overflow=overflow)
+
+        return LookAhead(stage, loader, depth, ids, window, self.announce if window else None)
+
+    def announce(self, batch: Any) -> None:
+        """Tell the cache that a later batch needs these ids: policy="lookahead" keeps their rows. Never raises for what
+        is wrong with the batch; ``stage`` will."""
+        with contextlib.suppress(EmbcacheError):
+            batch = KeyedJaggedTensor.adopt(batch)
+            there = set(batch.keys())
+            features = tuple(name for name in self.layouts.all_features if name in there)
+            for layout in self.layouts.get(features, batch):
+                self.front.announce(layout.features, batch.values(), batch.offsets())
 
     def lookup(self, handle: Handle) -> dict[str, Tensor]:
         """Outputs by feature: [B, D] pooled, [ids, D] unpooled; fp32, no gradient."""

@@ -79,7 +79,12 @@ class StoreDisk(StoreRows):
         return self._generation
 
     def commit(
-        self, state: Any = None, notes: dict[str, Any] | None = None, *, keep: Literal["best"] | None = None, wait: bool = True
+        self,
+        state: Any = None,
+        notes: dict[str, Any] | None = None,
+        *,
+        keep: Literal["best"] | None = None,
+        wait: bool = True,
     ) -> int:
         """Commit the rows as they are after the last step, and ``state``, as a new generation; returns its number.
 

@@ -180,7 +180,9 @@ class StoreRows:
                 raise SchemaMismatch(f"state of table {self.names[table]!r}", "nothing", [self._rows(table), floats])
             return
         if list(state.shape) != [self._rows(table), floats]:
-            raise SchemaMismatch(f"state of table {self.names[table]!r}", list(state.shape), [self._rows(table), floats])
+            raise SchemaMismatch(
+                f"state of table {self.names[table]!r}", list(state.shape), [self._rows(table), floats]
+            )
 
     def _rows(self, table: int) -> int | None:
         return self.tables[table].num_embeddings
