@@ -286,9 +286,7 @@ class Update(NamedTuple):
     grads: list[Tensor]
 
 
-def join(
-    pending: Sequence[Gathered], frozen: frozenset[int], redirected: Sequence[Tensor] | None = None
-) -> Update:
+def join(pending: Sequence[Gathered], frozen: frozenset[int], redirected: Sequence[Tensor] | None = None) -> Update:
     """Everything gathered as one update, in (call, feature, position) order, without frozen tables. ``redirected``: the
     slots of each item's staged ids where they are not those of its lease."""
     others = [None] * len(pending) if redirected is None else redirected

@@ -347,6 +347,7 @@ class EmbeddingStore(StoreDisk):
         if not self.pending_tables():
             self.discard()
             return 0
+        self.require_writable("step")
         for item in pending:
             item.check_unchanged()
         leases = [item.source.lease for item in pending]

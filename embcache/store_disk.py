@@ -94,7 +94,19 @@ class StoreDisk(StoreRows):
         went wrong there. Gradients that wait for the step raise; StorageFull leaves the last generation readable and
         the cache intact, and the same call may be tried again.
         """
+        self.require_writable("commit")
         return self.checkpoints.save(state, [self], notes=notes, best=keep == "best", wait=wait).number
+
+    def require_writable(self, what: str) -> None:
+        """NotSupported where the store was opened read-only."""
+        if self.front.durable is not None and self.front.durable.readonly:
+            raise NotSupported(f"{what}: the store {self.front.durable.folder} was opened read-only")
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def restore(self, which: Literal["latest", "best"] | int = "latest") -> Any:
         """Go back to a generation; returns the ``state`` it was committed with. Rows committed later stay on disk until

@@ -166,7 +166,10 @@ def rows_of(store: ec.EmbeddingStore, t: int, ids: Any) -> np.ndarray:
 
 def written_of(store: ec.EmbeddingStore, t: int, block: int = 7) -> tuple[np.ndarray, np.ndarray]:
     """(ids, bytes) of all written rows; they come in ascending unsigned order."""
-    ids, rows = [np.empty(0, np.int64)], [used_bytes(store.tables[t], np.empty((0, store.tables[t].row_bytes), np.uint8))]
+    ids, rows = (
+        [np.empty(0, np.int64)],
+        [used_bytes(store.tables[t], np.empty((0, store.tables[t].row_bytes), np.uint8))],
+    )
     for some, block_rows in store.front.written(t, block):
         assert 0 < len(some) <= block
         ids.append(np.asarray(some).copy())

@@ -189,7 +189,16 @@ class Crash(BaseException):
 
 def crash_points():
     """Names of the steps of a save, as they call into the system."""
-    return ["mkdir", "rows", "state.safetensors", "extra.safetensors", "state.json", "manifest.json.tmp", "replace", "sweep"]
+    return [
+        "mkdir",
+        "rows",
+        "state.safetensors",
+        "extra.safetensors",
+        "state.json",
+        "manifest.json.tmp",
+        "replace",
+        "sweep",
+    ]
 
 
 @pytest.mark.parametrize("point", crash_points())
