@@ -227,10 +227,16 @@ class Checkpoints:
         """Copy what may change; the function returned writes it and gives the checksum of the table of contents."""
         plain, tensors = statefile.pack(state)
         extras, extra_tensors = statefile.pack([store.extra_state() for store in stores])
-        tables = [
-            {"table": schema.describe(t), "step": n} for s in stores for t, n in zip(s.tables, s.steps, strict=True)
+        saved = [
+            {
+                "disk": store.durable is not None,
+                "tables": [schema.describe(table) for table in store.tables],
+                "steps": list(store.steps),
+                "extra": extra,
+            }
+            for store, extra in zip(stores, extras, strict=True)
         ]
-        content = {"format": FORMAT, "version": VERSION, "state": plain, "extra": extras, "tables": tables}
+        content = {"format": FORMAT, "version": VERSION, "state": plain, "stores": saved}
 
         def write() -> int:
             content["rows"] = [
@@ -272,8 +278,9 @@ class Checkpoints:
 
     # loading ----------------------------------------------------------------------------------------------------
 
-    def load(self, stores: Sequence[Savable] = (), which: str | int = "latest") -> Any:
-        """Read a generation ("latest", "best" or a number) into the stores and return its state.
+    def load(self, stores: Sequence[Savable] = (), which: str | int = "latest", *, disk_only: bool = False) -> Any:
+        """Read a generation ("latest", "best" or a number) into the stores and return its state. ``disk_only``: stores
+        in memory that were saved with it are left out.
 
         Everything is checked before the first row changes: CorruptStore (torn, foreign, altered), FormatVersion
         (newer), SchemaMismatch (other tables, listing both), FileNotFoundError where there is no such generation.
@@ -283,27 +290,25 @@ class Checkpoints:
         generation = self.find(which)
         folder = self.folder / generation.name
         content = self._content(folder, generation)
-        schema.agree(_restored(folder, content), [t for store in stores for t in store.tables], f"tables of {folder}")
-        durables = [store for store in stores if store.durable is not None]
-        if len(durables) != len(generation.disk):
-            raise SchemaMismatch(f"stores on disk in {folder}", len(generation.disk), len(durables))
-        for part in content["rows"]:
+        saved = [s for s in content["stores"] if s["disk"] or not disk_only]
+        _check_same(folder, saved, stores)
+        parts = [] if disk_only else content["rows"]
+        for part in parts:
             statefile.read_checked(folder, part["file"])
         state = statefile.unpack(content["state"], statefile.read_tensors(folder, content["tensors"]))
-        extras = statefile.unpack(content["extra"], statefile.read_tensors(folder, content["extra_tensors"]))
+        extra_tensors = statefile.read_tensors(folder, content["extra_tensors"])
         disk = iter(generation.disk)
-        steps = iter(table["step"] for table in content["tables"])
-        for store, extra in zip(stores, extras, strict=True):
-            store.begin_restore(None if store.durable is None else next(disk))
-            store.steps[:] = [int(next(steps)) for _ in store.tables]
-            store.load_extra_state(extra)
+        for store, mine in zip(stores, saved, strict=True):
+            store.begin_restore(next(disk) if mine["disk"] else None)
+            store.steps[:] = [int(step) for step in mine["steps"]]
+            store.load_extra_state(statefile.unpack(mine["extra"], extra_tensors))
         places = _places(stores)
-        for part in content["rows"]:
+        for part in parts:
             rows = statefile.read_tensors(folder, part["file"])
             for k in part["tables"]:
                 store, t = places[k]
-                parts = {what: rows[f"{k}.{what}"] for what in ("weight", "state", "meta") if f"{k}.{what}" in rows}
-                store.put_raw_rows(t, rows[f"{k}.ids"], records.join(store.tables[t], **parts))
+                found = {what: rows[f"{k}.{what}"] for what in ("weight", "state", "meta") if f"{k}.{what}" in rows}
+                store.put_raw_rows(t, rows[f"{k}.ids"], records.join(store.tables[t], **found))
         for store in stores:
             store.committed(generation.number)
         return state
@@ -319,10 +324,11 @@ class Checkpoints:
         return found
 
     def tables(self, which: str | int = "latest") -> list[TableConfig]:
-        """The tables of a generation, as they were declared when it was saved."""
+        """The tables of a generation's store on disk, as they were declared when it was saved."""
         generation = self.find(which)
         folder = self.folder / generation.name
-        return _restored(folder, self._content(folder, generation))
+        content = self._content(folder, generation)
+        return [table for s in content["stores"] if s["disk"] for table in _restored(folder, s)]
 
     def _read_manifest(self) -> list[Generation]:
         path = self.folder / MANIFEST
@@ -394,5 +400,14 @@ def _check(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _restored(folder: Path, content: Mapping[str, Any]) -> list[TableConfig]:
-    return [schema.restore(saved["table"], str(folder)) for saved in content["tables"]]
+def _restored(folder: Path, saved: Mapping[str, Any]) -> list[TableConfig]:
+    return [schema.restore(table, str(folder)) for table in saved["tables"]]
+
+
+def _check_same(folder: Path, saved: Sequence[Mapping[str, Any]], stores: Sequence[Savable]) -> None:
+    """Raise SchemaMismatch unless the stores have the tables that were saved, and are on disk where those were."""
+    tables = [table for s in saved for table in _restored(folder, s)]
+    schema.agree(tables, [t for store in stores for t in store.tables], f"tables of {folder}")
+    shapes = [[(s["disk"], len(s["tables"])) for s in saved], [(s.durable is not None, len(s.tables)) for s in stores]]
+    if shapes[0] != shapes[1]:
+        raise SchemaMismatch(f"stores (on disk, tables) of {folder}", *shapes)

@@ -42,7 +42,7 @@ class StoreDisk(StoreRows):
         if self._checkpoints.latest is None:
             durable.restore(None)
             return
-        self._checkpoints.load([self])
+        self._checkpoints.load([self], disk_only=True)
         self.recovered_from = self._generation
 
     def refresh(self) -> int:
@@ -55,7 +55,7 @@ class StoreDisk(StoreRows):
             if seen.latest is None:
                 raise FileNotFoundError(f"{folder} holds no committed generation")
             try:
-                seen.load([self])
+                seen.load([self], disk_only=True)
                 return self._generation
             except CorruptStore:  # the writer has removed files of this generation meanwhile, or it is true
                 if Checkpoints(folder).generations == seen.generations:
@@ -97,11 +97,6 @@ class StoreDisk(StoreRows):
         self.require_writable("commit")
         return self.checkpoints.save(state, [self], notes=notes, best=keep == "best", wait=wait).number
 
-    def require_writable(self, what: str) -> None:
-        """NotSupported where the store was opened read-only."""
-        if self.front.durable is not None and self.front.durable.readonly:
-            raise NotSupported(f"{what}: the store {self.front.durable.folder} was opened read-only")
-
     def __enter__(self) -> Any:
         return self
 
@@ -111,7 +106,7 @@ class StoreDisk(StoreRows):
     def restore(self, which: Literal["latest", "best"] | int = "latest") -> Any:
         """Go back to a generation; returns the ``state`` it was committed with. Rows committed later stay on disk until
         the next commit."""
-        return self.checkpoints.load([self], which)
+        return self.checkpoints.load([self], which, disk_only=True)
 
     def flush(self) -> None:
         """Write every dirty row to the tier below; nothing is committed by it."""

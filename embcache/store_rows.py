@@ -41,6 +41,11 @@ class StoreRows:
         """Forget gathered gradients."""
         raise NotImplementedError
 
+    def require_writable(self, what: str) -> None:
+        """NotSupported where the store was opened read-only."""
+        if self.front.durable is not None and self.front.durable.readonly:
+            raise NotSupported(f"{what}: the store {self.front.durable.folder} was opened read-only")
+
     # views ------------------------------------------------------------------------------------------------------
 
     def _slab(self, t: int) -> Tensor:
@@ -94,6 +99,7 @@ class StoreRows:
         """The ids read as their initial values from now on, as if they had never been trained."""
         t = self.index(table)
         self._settled()
+        self.require_writable("delete")
         self.front.delete(t, self._checked(t, ids).unique())
         self.version += 1
 
@@ -131,6 +137,7 @@ class StoreRows:
 
     def put_raw_rows(self, table: int, ids: Tensor, rows: Tensor) -> None:
         """Replace whole rows of a table by index."""
+        self.require_writable("load_rows")
         self.front.load_rows(table, ids, rows)
         self.version += 1
 
