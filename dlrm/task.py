@@ -40,6 +40,10 @@ class ClickTask:
         """See :func:`split_batch`."""
         return split_batch(batch, parts)
 
+    def jagged(self, batch: ClickBatch) -> list[KeyedJaggedTensor]:
+        """The ids that the model looks up."""
+        return self.model.inputs(batch.sparse)
+
     def count(self, batch: ClickBatch) -> int:
         """Samples: each has one loss term."""
         return len(batch)

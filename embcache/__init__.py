@@ -9,7 +9,7 @@
 """
 
 from . import errors, init, optim, tiers
-from .config import TableConfig
+from .config import Admission, Expiry, TableConfig
 from .jagged import JaggedTensor, KeyedJaggedTensor
 from .keyed_tensor import KeyedTensor
 from .nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection
@@ -20,11 +20,13 @@ from .store import EmbeddingStore
 __version__ = "0.1.0"
 
 __all__ = [
+    "Admission",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
     "EmbeddingStore",
+    "Expiry",
     "Handle",
     "JaggedTensor",
     "KeyedJaggedTensor",

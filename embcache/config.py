@@ -26,6 +26,53 @@ OUT_OF_RANGE = ("raise", "drop", "map")
 MAX_ID = 2**63 - 1
 
 
+def _whole(owner: str, what: str, value: object, least: int, most: int = 2**31 - 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise BadConfig(f"{owner}: {what} = {value!r}, must be an integer in [{least}, {most}]")
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Which ids may have a row: those trained on ``min_count`` times, counted over occurrences in steps.
+
+    Until then an id reads as its initial value and its gradient is dropped; the step in which the count is reached is
+    its first. Counts live in a counting Bloom filter (Fan et al., "Summary Cache", 2000) of ``cells`` counters, four per
+    id and none above ``min_count``, which tells about ``cells / 8`` ids apart; beyond, ids that share their counters
+    with others come in early. A row that exists is never asked again; an id whose row was deleted or has expired is
+    known already. What is admitted is a function of the batches alone, not of their order within a step.
+    """
+
+    min_count: int
+    cells: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        _whole("Admission", "min_count", self.min_count, 1)
+        _whole("Admission", "cells", self.cells, 1, 2**40)
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """Which rows are forgotten, so that they read as their initial value again.
+
+    After every ``every``-th step of the table a sweep at step s takes the rows whose last update is more than ``idle``
+    steps ago (s - last > idle) and that were updated in fewer than ``below`` steps; a condition that is None is not
+    asked. Step and count are stored with the row, 8 bytes; loading a row without them counts as one update.
+    """
+
+    idle: int | None = None
+    below: int | None = None
+    every: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.idle is None and self.below is None:
+            raise BadConfig("Expiry: idle and below are both None, at least one must be given")
+        if self.idle is not None:
+            _whole("Expiry", "idle", self.idle, 0)
+        if self.below is not None:
+            _whole("Expiry", "below", self.below, 1)
+        _whole("Expiry", "every", self.every, 1)
+
+
 @dataclass(frozen=True)
 class TableConfig:
     """One embedding table and the features that read it.
@@ -49,6 +96,8 @@ class TableConfig:
             renormalised rows, the table is written in the optimizer's step only.
         norm_type: the p of that norm.
         scale_grad_by_freq: divide an id's gradient by its number of occurrences in the batch.
+        admission: which ids may have a row of their own; None: all.
+        expiry: which rows are forgotten; None: none.
     """
 
     name: str
@@ -66,6 +115,8 @@ class TableConfig:
     max_norm: float | None = None
     norm_type: float = 2.0
     scale_grad_by_freq: bool = False
+    admission: Admission | None = None
+    expiry: Expiry | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -82,6 +133,9 @@ class TableConfig:
             self._refuse("seed", self.seed, "must be an integer")
         if self.dtype not in DTYPES:
             self._refuse("dtype", self.dtype, "must be torch.float32, torch.bfloat16 or torch.float16")
+        for what, kind in (("admission", Admission), ("expiry", Expiry)):
+            if not isinstance(getattr(self, what), kind | None):
+                self._refuse(what, getattr(self, what), f"must be {kind.__name__}(...) or None")
         self._check_ids()
         self.init.code(self.num_embeddings, self.embedding_dim)
 
@@ -152,13 +206,23 @@ class TableConfig:
         return self.optimizer.state_floats(self.embedding_dim)
 
     @property
+    def meta_offset(self) -> int:
+        """Byte of a row behind its optimizer state."""
+        return self.state_offset + 4 * self.state_floats
+
+    @property
+    def meta_bytes(self) -> int:
+        """Bytes there of int32 (step of the last update, number of steps that updated it), for tables with expiry."""
+        return 8 if self.expiry is not None else 0
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of a stored row: weights, then state, rounded up to 64 or 16 bytes where that costs at most a quarter.
+        """Bytes of a stored row: weights, state and meta, rounded up to 64 or 16 where that costs at most a quarter.
 
         >>> TableConfig("t", num_embeddings=10, embedding_dim=64).row_bytes
         256
         """
-        raw = self.state_offset + 4 * self.state_floats
+        raw = self.meta_offset + self.meta_bytes
         for unit in (64, 16):
             if -(-raw // unit) * unit <= 1.25 * raw:
                 return -(-raw // unit) * unit
@@ -180,6 +244,7 @@ class TableConfig:
             "state_floats": self.state_floats,
             "init": repr(self.init),
             "seed": self.seed,
+            **{key: repr(option) for key in ("admission", "expiry") if (option := getattr(self, key)) is not None},
         }
 
 

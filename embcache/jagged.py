@@ -236,6 +236,8 @@ class KeyedJaggedTensor:
         self._weights = None if weights is None else weights.contiguous()
         self._lengths, self._offsets, self._stride_per_key = lengths, offsets.contiguous(), strides
         self._offset_per_key: list[int] | None = None
+        self._suffixed: dict[str, KeyedJaggedTensor] = {}
+        self.staged: Any = None  # the handle that look-ahead puts here; modules use it where it is theirs
 
     @classmethod
     def _trusted(cls, *parts: Any) -> KeyedJaggedTensor:
@@ -438,6 +440,13 @@ class KeyedJaggedTensor:
             stride_per_key=[self._stride_per_key[i] for i in indices],
         )
 
+    def with_suffix(self, suffix: str) -> KeyedJaggedTensor:
+        """The same bags under keys that end in ``suffix``; asked again, the same object."""
+        if suffix not in self._suffixed:
+            keys = [key + suffix for key in self._keys]
+            self._suffixed[suffix] = self._trusted(keys, *self._tensors(), self._stride_per_key)
+        return self._suffixed[suffix]
+
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
         """Consecutive groups of features: ``segments`` holds how many each group gets."""
         if sum(segments) != len(self._keys) or min(segments, default=0) < 0:
@@ -493,6 +502,10 @@ class KeyedJaggedTensor:
         """Counts are known at once here; exists for callers of TorchRec's method."""
         self.offset_per_key()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: pins stay with the original."""
+        return {**self.__dict__, "_suffixed": {}, "staged": None}
 
     def __repr__(self) -> str:
         per_key = dict(zip(self._keys, zip(self._stride_per_key, self.length_per_key(), strict=True), strict=True))

@@ -17,7 +17,7 @@ from .errors import BadConfig, BadJagged
 from .jagged import JaggedTensor
 from .keyed_tensor import KeyedTensor
 from .lookup import Tables, read
-from .staged import Handle
+from .staged import Handle, Part
 from .store import EmbeddingStore
 
 __all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "EmbeddingCollection"]
@@ -52,14 +52,22 @@ class _Collection(Tables):
         """Make the batch's rows resident; ``forward`` takes the handle in the batch's place."""
         return self.store.stage(batch, self._features)
 
-    def _staged(self, batch: Any) -> Handle:
-        handle = batch if isinstance(batch, Handle) else self.stage(batch)
+    def _staged(self, batch: Any) -> tuple[Handle, Part | None]:
+        """A handle and its part with this module's features: the handle given, the one that look-ahead left on the
+        batch, or a new one."""
+        handle: Handle | None = batch if isinstance(batch, Handle) else getattr(batch, "staged", None)
+        part = None if handle is None else handle.part(self._features)
+        if handle is None or (handle is not batch and not (part and part.serves(self.store.front))):
+            handle = self.stage(batch)
+            part = handle.part(self._features)
+        if part is None and self._features:
+            raise BadJagged(f"the handle was not staged for the features {list(self._features)}")
         weighted = handle.batch.weights_or_none() is not None
         if weighted != self.is_weighted:
             raise BadJagged(
                 f"is_weighted={self.is_weighted} but the batch has {'weights' if weighted else 'no weights'}"
             )
-        return handle
+        return handle, part
 
     def extra_repr(self) -> str:
         return "\n".join(
@@ -133,10 +141,9 @@ class EmbeddingBagCollection(_Collection):
 
     def forward(self, batch: Any) -> KeyedTensor:
         """Pooled vectors of a ``KeyedJaggedTensor`` or of the handle that ``stage`` gave for it."""
-        handle = self._staged(batch)
-        if not handle.parts:
+        handle, part = self._staged(batch)
+        if part is None:
             return KeyedTensor([], [], torch.zeros(handle.batch.stride(), 0, dtype=self.out_dtype))
-        part = handle.parts[0]
         out = read(self.store, handle, part, self.out_dtype)
         names = list(self._features)
         if len(part.shape) == 2:
@@ -179,10 +186,9 @@ class EmbeddingCollection(_Collection):
 
     def forward(self, batch: Any) -> dict[str, JaggedTensor]:
         """Rows of a ``KeyedJaggedTensor`` or of the handle that ``stage`` gave for it."""
-        handle = self._staged(batch)
-        if not handle.parts:
+        handle, part = self._staged(batch)
+        if part is None:
             return {}
-        part = handle.parts[0]
         rows = part.split(read(self.store, handle, part, self.out_dtype))
         bags = handle.batch.to(handle.device)
         return {name: bags[name].with_values(rows[name]) for name in self._features}

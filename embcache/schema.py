@@ -24,8 +24,8 @@ from dataclasses import Field, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
-from . import config, init, optim
-from .config import DTYPES, TableConfig
+from . import init, optim
+from .config import DTYPES, Admission, Expiry, TableConfig
 from .errors import BadConfig, CorruptStore, NotSupported, SchemaMismatch
 
 __all__ = ["agree", "describe", "restore"]
@@ -40,16 +40,12 @@ def _classes(module: ModuleType, base: type) -> dict[str, type]:
     }
 
 
-def _named(*names: str) -> dict[str, type]:
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
-
-
 # the classes that each argument may hold; nothing else is ever constructed from a file
 _KINDS: dict[str, dict[str, type]] = {
     "optimizer": _classes(optim, optim.Rule),
     "init": _classes(init, init.Initializer),
-    "admission": _named("Admission"),
-    "expiry": _named("Expiry"),
+    "admission": {"Admission": Admission},
+    "expiry": {"Expiry": Expiry},
 }
 
 
@@ -114,9 +110,8 @@ def _must_agree(table: TableConfig) -> dict[str, Any]:
 
 
 def _layout(table: TableConfig) -> dict[str, int]:
-    out = {"state_offset": table.state_offset, "state_floats": table.state_floats, "row_bytes": table.row_bytes}
-    meta = getattr(table, "meta_offset", None)
-    return out if meta is None else {**out, "meta_offset": int(meta)}
+    names = ("state_offset", "state_floats", "meta_offset", "meta_bytes", "row_bytes")
+    return {name: getattr(table, name) for name in names}
 
 
 def _plain(table: TableConfig, key: str) -> Any:

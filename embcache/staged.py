@@ -74,9 +74,10 @@ class Part:
             self._front.release(self.lease)
             self.lease = None
 
-    def reads(self, front: FrontTier) -> bool:
-        """Whether the rows are those of ``front``, for the ids as they are now."""
-        return self._front is front and self._seen == (_version(self._values), _version(self._offsets))
+    def serves(self, front: Front) -> bool:
+        """Whether it can be read, from ``front``, for the ids as they are now."""
+        same = self._seen == (_version(self._values), _version(self._offsets))
+        return self.open and self._front is front and same
 
     def check_unchanged(self) -> None:
         """Raise where the ids were overwritten since the batch was staged, by a loader that reuses memory say."""
@@ -232,12 +233,9 @@ class Handle:
     def __init__(self, batch: KeyedJaggedTensor, parts: list[Part], device: torch.device) -> None:
         self.batch, self.parts, self.device = batch, parts, device
 
-    def part(self, front: FrontTier, features: tuple[str, ...]) -> Part | None:
-        """The part that holds exactly these features of a store's front tier, if it still can be read."""
-        for part in self.parts:
-            if part.open and part.layout.names == features and part.reads(front):
-                return part
-        return None
+    def part(self, features: tuple[str, ...]) -> Part | None:
+        """The part that holds exactly these features, in their order."""
+        return next((part for part in self.parts if part.layout.names == features), None)
 
     def release(self) -> None:
         """Give the pins back, those of gradients that wait for the step excepted; further lookups raise."""

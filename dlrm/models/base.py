@@ -64,10 +64,7 @@ class SparseArch(nn.Module):
         """`sparse`: a KeyedJaggedTensor (ours or TorchRec's) or the handle it was staged as -> fp32 [B, sum of D]."""
         if self.suffix:
             batch = sparse.batch if isinstance(sparse, ec.Handle) else ec.KeyedJaggedTensor.adopt(sparse)
-            keys = batch.keys()
-            sparse = ec.KeyedJaggedTensor(
-                [key + self.suffix for key in keys], batch.values(), batch.weights_or_none(), lengths=batch.lengths()
-            )
+            sparse = batch.with_suffix(self.suffix)
         values: Tensor = self.collection(sparse).values()
         return values
 
@@ -116,6 +113,11 @@ class ClickModel(nn.Module):
         self.dense_dtype = dense_dtype
         self.store = ec.EmbeddingStore([*tables, *further], tiers, backend=backend)
         self.sparse_arch = SparseArch(tables, self.store)
+
+    def inputs(self, sparse: ec.KeyedJaggedTensor) -> list[ec.KeyedJaggedTensor]:
+        """Every jagged batch that a forward of `sparse` looks up: itself, and under the features of further tables."""
+        suffixes = dict.fromkeys(m.suffix for m in self.modules() if isinstance(m, SparseArch))
+        return [sparse.with_suffix(suffix) if suffix else sparse for suffix in suffixes]
 
     def head(self, dense: Tensor, pooled: Tensor, sparse: Any) -> Tensor:
         """`dense` [B, n_dense], `pooled` [B, sum of D] -> logits [B] in the dense part's dtype.

@@ -1,8 +1,8 @@
 """Serial kernels of the hot cache: a batch's ids to slots, pins, and the movement of rows.
 
-Arrays by slot: ``slot_ids`` int64, ``pins`` int32, ``flags`` uint8 (bits below), ``where`` int32 (scratch). Those of all
-tables lie in one array each, a table's from its ``base`` on, so that one call serves a batch. ``segments`` int64 [S, 3]
-lists (base, first, last): the positions of a batch's distinct rows that belong to a table.
+Arrays by slot: ``slot_ids`` int64, ``pins`` int32, ``flags`` uint8 (bits below), ``where`` int32 (scratch). Those of
+all tables lie in one array each, a table's from its ``base`` on, so that one call serves a batch. ``segments`` int64
+[S, 3] lists (base, first, last): the positions of a batch's distinct rows that belong to a table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def locate(
 
     ``state``: keys in the index, distinct keys so far, misses so far. The k-th distinct key is ``unique[k]``, at
     ``slots[k]`` or -1, ``counts[k]`` times; ``positions[i]`` = first + k. A miss enters the index as -(k + 1) in place
-    of its slot + 1. Whether a slot was met before is asked of a sparse set: ``where[slot]`` is its k if slots[k] agrees.
+    of its slot + 1. Whether a slot was met before is asked of a sparse set: ``where[slot]`` is its k if slots[k]
+    agrees.
     """
     n, capacity = keys.shape[0], entries.shape[0] // ENTRY
     base, homes = entries.ctypes.data, np.empty(AHEAD, np.int64)
@@ -96,7 +97,7 @@ def pin(segments: np.ndarray, slots: np.ndarray, pins: np.ndarray) -> None:
 
 @kernel
 def unpin(segments: np.ndarray, slots: np.ndarray, pins: np.ndarray, flags: np.ndarray, what: int) -> None:
-    """One pin less for each slot that is not -1: of all rows (``what`` 0), of those in the cache (1) or overflow (2)."""
+    """One pin less for each slot that is not -1: of all rows (``what`` 0), those in the cache (1) or overflow (2)."""
     for s in range(segments.shape[0]):
         base = segments[s, 0]
         for k in range(segments[s, 1], segments[s, 2]):
@@ -141,24 +142,25 @@ def spread(ranges: np.ndarray, positions: np.ndarray, slots: np.ndarray, out: np
 
 
 @kernel
-def mark(segments: np.ndarray, slots: np.ndarray, flags: np.ndarray, bits: int) -> None:
+def mark(segments: np.ndarray, slots: np.ndarray, flags: np.ndarray, bits: np.uint8) -> None:
     """Set bits of the flags of each slot."""
     for s in range(segments.shape[0]):
         base = segments[s, 0]
         for k in range(segments[s, 1], segments[s, 2]):
-            flags[base + slots[k]] |= np.uint8(bits)
+            flags[base + slots[k]] |= bits
 
 
 @kernel
 def claim(slots: np.ndarray, pins: np.ndarray, flags: np.ndarray, out: np.ndarray, n: int, most: int) -> int:
-    """Of one table's ``slots``, those that may leave (ready, no pin) are marked as leaving and appended to ``out`` from
-    ``n`` on, until it holds ``most``; returns how many it holds."""
+    """Of one table's ``slots``, those that may leave (ready, no pin) are marked as leaving, pinned so that nobody
+    chooses them again, and appended to ``out`` from ``n`` on, until it holds ``most``; returns how many it holds."""
     for i in range(slots.shape[0]):
         if n == most:
             break
         s = slots[i]
         if pins[s] == 0 and (flags[s] & READY) != 0:
             flags[s] &= ~READY
+            pins[s] = 1
             out[n] = s
             n += 1
     return n
@@ -177,12 +179,12 @@ def idle(first: int, last: int, pins: np.ndarray, flags: np.ndarray, out: np.nda
 
 
 @kernel
-def flagged(first: int, last: int, flags: np.ndarray, mask: int, bits: int, out: np.ndarray) -> int:
+def flagged(first: int, last: int, flags: np.ndarray, mask: np.uint8, bits: np.uint8, out: np.ndarray) -> int:
     """Slots of [first, last) whose flags under ``mask`` equal ``bits``, as far as ``out`` holds them; returns their
     number."""
     n = 0
     for s in range(first, last):
-        if flags[s] & np.uint8(mask) == np.uint8(bits):
+        if flags[s] & mask == bits:
             if n < out.shape[0]:
                 out[n] = s
             n += 1

@@ -1,5 +1,6 @@
 """Where rows live."""
 
+from .lmdb import Lmdb
 from .ram import Ram
 
-__all__ = ["Ram"]
+__all__ = ["Lmdb", "Ram"]

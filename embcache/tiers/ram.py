@@ -1,120 +1,87 @@
-"""All rows in memory, slot = id: no index, initial rows made when the store is built."""
+"""Rows in main memory, described."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from torch import Tensor
-
-from .. import init
 from ..config import TableConfig
-from ..errors import BadConfig, NotSupported, TableTooLarge
-from ..kernels.memory import available_bytes, huge_empty
-from .base import Arena
+from ..errors import BadConfig
 
 
 class Ram:
-    """Rows in main memory.
+    """Rows in main memory: all of them as the last tier of a chain, some of them as a cache over another tier.
 
-    ``Ram()`` holds every row of bounded tables at slot = id, on huge pages where the system has them, and notes in a
-    bitmap which rows differ from their initial value. ``rows``, ``bytes`` and ``policy`` describe a bounded cache over
-    a lower tier.
+    ``Ram()`` holds everything. Alone, it keeps bounded tables at slot = id, on huge pages where the system has them,
+    and hashes unbounded tables and those that do not fit. Below a cache it holds rows by key.
 
-    >>> Ram(rows=1000)
+    Args:
+        rows: cached rows of each table; a dict gives them by table name, and must name them all.
+        bytes: memory of the cache in all, index included; small tables are cached whole, the others share the rest.
+        policy: which rows stay: "lfu", "lru", "lfu_decay", "lookahead", or a callable, see ``embcache.cache.policy``.
+
+    >>> Ram(rows=1000, policy="lru")
+    Ram(rows=1000, policy='lru')
+    >>> Ram(rows=0)
     Traceback (most recent call last):
     ...
-    embcache.errors.NotSupported: tiers.Ram(rows=...): a bounded cache needs a tier below it, which this version lacks
+    embcache.errors.BadConfig: tiers.Ram: rows = 0, must be an integer >= 1
     """
 
-    def __init__(self, rows: int | None = None, bytes: int | None = None, policy: str | None = None) -> None:
-        for what, value in (("rows", rows), ("bytes", bytes), ("policy", policy)):
-            if value is not None:
-                raise NotSupported(
-                    f"tiers.Ram({what}=...): a bounded cache needs a tier below it, which this version lacks"
-                )
-        self.arenas: list[Arena] = []
+    def __init__(
+        self,
+        rows: int | Mapping[str, int] | None = None,
+        bytes: int | None = None,
+        policy: str | Callable[..., object] | None = None,
+    ) -> None:
+        if rows is not None and bytes is not None:
+            raise BadConfig("tiers.Ram: give rows= or bytes=, not both")
+        named = {f"rows[{name!r}]": n for name, n in rows.items()} if isinstance(rows, Mapping) else {"rows": rows}
+        for what, value in (*named.items(), ("bytes", bytes)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise BadConfig(f"tiers.Ram: {what} = {value!r}, must be an integer >= 1")
+        if policy is not None and rows is None and bytes is None:
+            raise BadConfig("tiers.Ram: policy= is for a cache, which needs rows= or bytes=")
+        self.rows = dict(rows) if isinstance(rows, Mapping) else rows
+        self.bytes = bytes
+        self.policy = "lfu" if policy is None else policy
+        self.bounded = rows is not None or bytes is not None
+
+    def __repr__(self) -> str:
+        said = [f"rows={self.rows!r}"] * (self.rows is not None) + [f"bytes={self.bytes!r}"] * (self.bytes is not None)
+        return f"Ram({', '.join(said + [f'policy={self.policy!r}'] * self.bounded)})"
 
     def fresh(self) -> Ram:
-        """An unopened tier of the same description."""
-        return Ram()
+        """Another tier of the same description."""
+        return Ram(self.rows, self.bytes, self.policy if self.bounded else None)
 
-    def open(self, tables: Sequence[TableConfig], kernels: ModuleType) -> None:
-        """Allocate and initialise every row of ``tables``."""
-        if self.arenas:
-            raise BadConfig("this Ram() already serves another store; give each store its own")
-        need = 0
-        for table in tables:
-            if table.num_embeddings is None:
-                raise NotSupported(
-                    f"table {table.name!r}: an unbounded table (num_embeddings=None) needs a hashed tier"
-                )
-            need += table.num_embeddings * table.row_bytes
-        free = available_bytes()
-        if free is not None and need > free:
-            raise TableTooLarge(need, free, [table.name for table in tables])
-        self.arenas = [self._arena(table, kernels) for table in tables]
-
-    @staticmethod
-    def _arena(table: TableConfig, kernels: ModuleType) -> Arena:
-        rows = table.num_embeddings
-        assert rows is not None
-        slab = huge_empty(rows * table.row_bytes).view(rows, table.row_bytes)
-        code, p0, p1 = table.init.code(rows, table.embedding_dim)
-        kernels.init_rows(
-            slab,
-            None,
-            None,
-            0,
-            table.embedding_dim,
-            table.dtype_code,
-            table.state_offset,
-            code,
-            p0,
-            p1,
-            init.table_key(table.seed, table.name),
-            torch.tensor(table.optimizer.initial_state(table.embedding_dim), dtype=torch.float32),
-            init.normal_table(),
-        )
-        return Arena(slab, torch.zeros((rows + 7) // 8, dtype=torch.uint8))
-
-    def stage(self, features: Tensor, values: Tensor, offsets: Tensor | None, training: bool) -> Tensor:
-        """Every row is resident: the lease is the ids themselves."""
-        return values
-
-    def slots(self, lease: Tensor) -> Tensor:
-        return lease
-
-    def relax(self, lease: Tensor) -> None:
-        return
-
-    def release(self, lease: Tensor) -> None:
-        return
-
-    def read(self, table: int, keys: Tensor, out: Tensor) -> Tensor:
-        """Copy rows by id; all are there."""
-        torch.index_select(self.arenas[table].slab, 0, keys, out=out)
-        return torch.ones(keys.numel(), dtype=torch.bool)
-
-    def write(self, table: int, keys: Tensor, rows: Tensor) -> None:
-        """Replace rows by id."""
-        arena = self.arenas[table]
-        arena.slab[keys] = rows
-        arena.written.bitwise_or_(_bits(keys, arena.written.numel()))
-
-    def scan(self, table: int, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(ids, rows) of all rows; the rows are views of the arena."""
-        slab = self.arenas[table].slab
-        for start in range(0, slab.shape[0], block):
-            stop = min(start + block, slab.shape[0])
-            yield torch.arange(start, stop), slab[start:stop]
-
-    def close(self) -> None:
-        self.arenas = []
+    def split(self, tables: Sequence[TableConfig], extra: int) -> list[int]:
+        """Rows to cache of each table, at least 1; ``extra`` bytes a row are needed besides the row itself."""
+        if isinstance(self.rows, dict):
+            names = [table.name for table in tables]
+            if set(self.rows) != set(names):
+                raise BadConfig(f"tiers.Ram: rows = {self.rows}, must name each of the tables {names} and no other")
+            return [self.rows[name] for name in names]
+        if self.rows is not None:
+            return [self.rows] * len(tables)
+        assert self.bytes is not None
+        return _shares(self.bytes, tables, extra)
 
 
-def _bits(keys: Tensor, size: int) -> Tensor:
-    flags = torch.zeros(size * 8, dtype=torch.uint8)
-    flags[keys] = 1
-    return (flags.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+def _shares(total: int, tables: Sequence[TableConfig], extra: int) -> list[int]:
+    """Equal shares of ``total`` bytes; what a small table does not need goes to the others."""
+    rows = [1] * len(tables)
+    wide = [table.row_bytes + extra for table in tables]
+    full = [
+        None if table.num_embeddings is None else table.num_embeddings * w
+        for table, w in zip(tables, wide, strict=True)
+    ]
+    order = sorted(range(len(tables)), key=lambda t: (full[t] is None, full[t] or 0))
+    left = total
+    for k, t in enumerate(order):
+        share = left // (len(order) - k)
+        used = share if full[t] is None else min(share, full[t] or 0)
+        rows[t] = max(1, used // wide[t])
+        left -= used
+    if sum(wide) > total:
+        raise BadConfig(f"tiers.Ram: bytes = {total}, the tables need at least {sum(wide)}, one row each")
+    return rows

@@ -75,6 +75,8 @@ def test_every_other_argument_comes_back():
         norm_type=math.inf,
         scale_grad_by_freq=True,
         seed=-3,
+        admission=ec.Admission(3, cells=1 << 33),
+        expiry=ec.Expiry(idle=0, every=7),
     )
     again = restore(through_json(table))
     assert again == table
@@ -87,7 +89,13 @@ def test_every_other_argument_comes_back():
 def test_a_description_names_every_argument_and_the_layout():
     described = describe(ec.TableConfig("t", 10, 4, optimizer=optim.Adagrad()))
     assert set(described) == {field.name for field in fields(ec.TableConfig)} | {"layout"}
-    assert described["layout"] == {"state_offset": 16, "state_floats": 4, "row_bytes": 32}
+    assert described["layout"] == {
+        "state_offset": 16,
+        "state_floats": 4,
+        "meta_offset": 32,
+        "meta_bytes": 0,
+        "row_bytes": 32,
+    }
     assert described["optimizer"] == {"kind": "Adagrad", "lr": 0.01, "eps": 1e-8, "initial_accumulator_value": 0.0}
 
 
@@ -117,6 +125,8 @@ def test_a_description_names_every_argument_and_the_layout():
         ({"max_norm": "1"}, "the saved tables: table 't'"),
         ({"norm_type": {"float": "x"}}, "the saved tables: table 't'"),
         ({"layout": {"state_offset": 16, "state_floats": 0, "row_bytes": 64}}, "layout = "),
+        ({"admission": {"kind": "Admission", "min_count": 0, "cells": 8}}, "min_count = 0"),
+        ({"expiry": {"kind": "Admission", "min_count": 1, "cells": 8}}, r"must be one of \['Expiry'\]"),
         ({"layout": None}, "layout = None"),
     ],
 )
@@ -161,6 +171,8 @@ def test_what_does_not_shape_rows_may_differ():
         ({"init": init.Uniform(0.1)}, "init"),
         ({"seed": 1}, "seed"),
         ({"padding_idx": 0}, "padding_idx"),
+        ({"expiry": ec.Expiry(idle=3)}, "layout"),
+        ({"admission": ec.Admission(2)}, "admission"),
     ],
 )
 def test_what_shapes_rows_must_agree(other, what):

@@ -1,0 +1,204 @@
+"""Rows of a front by id, whether resident or below: reading, replacing, deleting, walking, flushing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY
+from ..tiers.base import BackTier
+from .direct import DirectTable
+from .hot import HotTable, ascending
+from .lease import Turn
+
+
+class FrontRows:
+    """What ``Front`` offers besides batches. May run beside another thread's ``stage``, not beside ``step``."""
+
+    below: list[BackTier]
+    _engines: list[DirectTable | HotTable]
+    _hot: dict[int, HotTable]
+    _turn: Turn
+    _stage_lock: threading.Lock
+
+    def pins(self) -> int:
+        """Pinned rows."""
+        raise NotImplementedError
+
+    def read_rows(self, t: int, ids: Tensor) -> Tensor:
+        """uint8 [n, row_bytes]: the rows of any ids as they are now; nothing becomes resident."""
+        engine = self._engines[t]
+        if isinstance(engine, DirectTable):
+            return engine.read_rows(ids)
+        keys, inverse = _distinct(ids.numpy())
+        with self._stage_lock:
+            rows = engine.read_rows(keys)
+        return torch.from_numpy(rows[inverse])
+
+    def load_rows(self, t: int, ids: Tensor, rows: Tensor) -> None:
+        """Replace rows by id, noted as written; of an id that occurs twice the last counts."""
+        engine = self._engines[t]
+        if isinstance(engine, DirectTable):
+            engine.load_rows(ids, rows)
+            return
+        backwards, inverse = ids.numpy()[::-1], rows.contiguous().numpy()[::-1]
+        unique, first = np.unique(
+            backwards.view(np.uint64) if len(backwards) else np.empty(0, np.uint64), return_index=True
+        )
+        keys, block = unique.view(np.int64), np.ascontiguousarray(inverse[first])
+        with self._stage_lock:
+            self._load(engine, keys, block)
+
+    def _load(self, table: HotTable, keys: np.ndarray, rows: np.ndarray) -> None:
+        slots = table.slots_of(keys)
+        away = np.flatnonzero(slots < 0)
+        if table.below is not None:
+            table.below.write(table.number, keys[away], rows[away])
+        elif len(away):
+            table.require_memory(len(away))
+            slots[away] = table.cache.take(len(away))
+            table.occupy(slots[away], keys[away])
+            table.pins[slots[away]] = 0
+            table.flags[slots[away]] = READY
+        here = np.flatnonzero(slots >= 0)
+        table.scatter(rows, here, slots)
+        with self._turn:
+            table.flags[slots[here]] |= DIRTY | EXISTS
+
+    def delete(self, t: int, ids: Tensor) -> None:
+        """Rows read as initial from now on."""
+        engine = self._engines[t]
+        if isinstance(engine, DirectTable):
+            engine.delete(ids)
+            return
+        keys, _ = _distinct(ids.numpy())
+        with self._stage_lock:
+            self._delete(engine, keys)
+
+    def _delete(self, table: HotTable, keys: np.ndarray) -> None:
+        if table.below is not None and len(keys):
+            table.below.delete(table.number, keys)
+        slots = table.slots_of(keys)
+        slots = slots[slots >= 0]
+        with self._turn:
+            unused = table.pins[slots] == 0
+            table.flags[slots[unused]] &= ~READY
+        leaving, staying = slots[unused], slots[~unused]
+        if len(leaving):
+            table.remove(leaving)
+            table.give(leaving)
+        if len(staying):  # pinned: made new in place
+            ids = table.slot_ids[staying]
+            table.initial.fill(table.numpy, staying.astype(np.int64), ids)
+            with self._turn:
+                table.flags[staying] &= ~(DIRTY | EXISTS | BELOW)
+
+    def reset(self, t: int) -> None:
+        """Every row of a table reads as initial."""
+        engine = self._engines[t]
+        if isinstance(engine, DirectTable):
+            engine.reset()
+            return
+        with self._stage_lock:
+            below = [keys for keys, _ in engine.stored(65536)]
+            resident, _ = engine.index.items()
+            for keys in below:
+                self._delete(engine, keys)
+            self._delete(engine, resident[ascending(resident)])
+
+    def written(self, t: int, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids, rows), copies, at most ``block`` at a time: every row that differs from its initial value, resident or
+        below, ids ascending as unsigned numbers. Not beside ``step``."""
+        engine = self._engines[t]
+        if isinstance(engine, DirectTable):
+            yield from engine.written_rows(block)
+            return
+        with self._stage_lock:
+            resident = engine.slot_ids[engine.flagged(EXISTS, EXISTS)]
+        resident = resident[ascending(resident)]
+        if engine.below is None:
+            for start in range(0, len(resident), block):
+                yield self._copied(engine, resident[start : start + block])
+            return
+        yield from self._merged(engine, resident, block)
+
+    def _copied(self, table: HotTable, keys: np.ndarray) -> tuple[Tensor, Tensor]:
+        with self._stage_lock:
+            rows = table.read_rows(keys)
+        return torch.from_numpy(keys.copy()), torch.from_numpy(rows)
+
+    def _merged(self, table: HotTable, resident: np.ndarray, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Resident rows and those below, of which a resident one counts."""
+        order, at = resident.view(np.uint64), 0
+        for keys, rows in table.stored(block):
+            if not len(keys):
+                continue
+            stop = int(np.searchsorted(order, keys.view(np.uint64)[-1], side="right"))
+            mine, at = resident[at:stop], stop
+            yield from self._joined(table, keys, rows, mine, block)
+        for start in range(at, len(resident), block):
+            yield self._copied(table, resident[start : min(start + block, len(resident))])
+
+    def _joined(
+        self, table: HotTable, keys: np.ndarray, rows: np.ndarray, mine: np.ndarray, block: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        if len(mine):
+            other = ~np.isin(keys, mine, assume_unique=True)
+            newer = self._copied(table, mine)[1].numpy()
+            keys, rows = np.concatenate([keys[other], mine]), np.concatenate([rows[other], newer])
+            order = ascending(keys)
+            keys, rows = keys[order], rows[order]
+        for start in range(0, len(keys), block):
+            part = slice(start, start + block)
+            yield torch.from_numpy(keys[part].copy()), torch.from_numpy(rows[part].copy())
+
+    def count_written(self, t: int) -> int:
+        """Rows that differ from their initial value."""
+        with self._stage_lock:
+            return self._engines[t].count_written()
+
+    def flush(self) -> None:
+        """Write every dirty row to the tier below, and what that one holds on to further down. Where it raises, what
+        was not written is still dirty here."""
+        for table in self._hot.values():
+            if table.below is None:
+                continue
+            with self._stage_lock:
+                slots = table.flagged(DIRTY, DIRTY)
+                ids = table.slot_ids[slots]
+            order = ascending(ids)
+            for start in range(0, len(order), table.block):
+                part = order[start : start + table.block]
+                with self._stage_lock:
+                    self._flush(table, slots[part], ids[part])
+        for tier in self.below:
+            getattr(tier, "flush", lambda: None)()
+
+    def _flush(self, table: HotTable, slots: np.ndarray, ids: np.ndarray) -> None:
+        still = (table.slot_ids[slots] == ids) & ((table.flags[slots] & DIRTY) != 0)  # others have been written since
+        slots, ids = slots[still], ids[still]
+        if table.below is not None and len(slots):
+            table.below.write(table.number, ids, table.gather(slots))
+            with self._turn:
+                table.flags[slots] = table.flags[slots] & ~DIRTY | BELOW
+            table.written_back += len(slots)
+
+    def forget(self) -> None:
+        """Drop every resident row unwritten. RuntimeError while rows are pinned."""
+        with self._stage_lock:
+            if self.pins():
+                raise RuntimeError(f"{self.pins()} rows are pinned: release every handle first")
+            for table in self._hot.values():
+                table.clear()
+        for tier in self.below:
+            getattr(tier, "forget", lambda: None)()
+
+
+def _distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct keys ascending as unsigned numbers, position of each id in them)."""
+    keys, inverse = np.unique(np.ascontiguousarray(ids).view(np.uint64), return_inverse=True)
+    return keys.view(np.int64), inverse.reshape(-1)

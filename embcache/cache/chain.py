@@ -1,0 +1,103 @@
+"""From descriptions of tiers to what holds the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from ..config import TableConfig
+from ..errors import BadConfig
+from ..kernels.memory import available_bytes
+from ..tiers.base import BackTier
+from ..tiers.ram import Ram
+from ..tiers.rows import RowStore
+from .direct import DirectTable
+from .front import Front
+from .hot import HotTable
+from .slots import SlotArrays
+
+MOST_SLOTS = 2**31 - 2  # the index holds a slot + 1 in 31 bits
+OVERFLOW_ROWS = 2**27
+OVERFLOW_BYTES = 64 << 30
+OVERFLOW_TOTAL = 4 << 40  # bytes of address space for the overflow extents of all tables
+
+
+def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: ModuleType) -> Front:
+    """The front of a chain of tiers, all of them opened.
+
+    ``[Ram()]``: bounded tables lie whole in memory, unless they do not fit; unbounded ones, and those, are hashed and
+    grow. A longer chain begins with bounded ``Ram(rows=...)`` or ``Ram(bytes=...)``; its last tier holds every row.
+    """
+    if not tiers:
+        raise BadConfig("tiers = [], must have at least one tier")
+    for k, tier in enumerate(tiers[:-1]):
+        if not isinstance(tier, Ram):
+            raise BadConfig(f"tiers[{k}] = {tier!r}: every tier but the last is a cache, Ram(rows=...)")
+        if not tier.bounded:
+            raise BadConfig(f"tiers[{k}] = {tier!r}: over another tier it needs rows= or bytes=")
+    last = tiers[-1]
+    if isinstance(last, Ram) and last.bounded:
+        raise BadConfig(
+            f"tiers[{len(tiers) - 1}] = {last!r}: rows=, bytes= and policy= are for a cache over a tier below"
+        )
+    if len(tiers) == 1 and isinstance(last, Ram):
+        return Front(tables, _whole(tables, kernels), [])
+    if len(tiers) == 1:
+        raise BadConfig(
+            f"tiers = [{last!r}]: lookups read memory, so the first tier is Ram(rows=...) or Ram(bytes=...)"
+        )
+    bottom: BackTier = RowStore() if isinstance(last, Ram) else last
+    bottom.open(tables)
+    chain = [bottom]
+    rows = tiers[0].split(tables, SlotArrays.BYTES + 32)
+    return Front(
+        tables,
+        [
+            _cached(t, table, n, tiers[0].policy, chain[0], len(tables))
+            for t, (table, n) in enumerate(zip(tables, rows, strict=True))
+        ],
+        chain,
+    )
+
+
+def _whole(tables: Sequence[TableConfig], kernels: ModuleType) -> list[DirectTable | HotTable]:
+    """Engines of tables with no tier below: direct as far as memory goes; the largest are hashed first."""
+    free = available_bytes()
+    sizes = {t: table.num_embeddings * table.row_bytes for t, table in enumerate(tables) if table.num_embeddings}
+    direct = set(sizes)
+    while free is not None and sum(sizes[t] for t in direct) > free:
+        direct.remove(max(direct, key=lambda t: (sizes[t], t)))
+    return [
+        DirectTable(table, kernels) if t in direct else _growing(t, table, free, len(tables))
+        for t, table in enumerate(tables)
+    ]
+
+
+def _growing(t: int, table: TableConfig, free: int | None, tables: int) -> HotTable:
+    overflow = _overflow(table, tables)
+    rows = min(MOST_SLOTS - overflow, table.num_embeddings or MOST_SLOTS)
+    if free is not None:
+        rows = max(1, min(rows, free // table.row_bytes))
+    return _reserved(t, table, rows, overflow, None, None)
+
+
+def _cached(t: int, table: TableConfig, rows: int, policy: Any, below: BackTier, tables: int) -> HotTable:
+    rows = min(rows, table.num_embeddings or rows)
+    return _reserved(t, table, rows, min(_overflow(table, tables), MOST_SLOTS - rows), policy, below)
+
+
+def _overflow(table: TableConfig, tables: int) -> int:
+    most = min(OVERFLOW_BYTES, OVERFLOW_TOTAL // tables) // table.row_bytes
+    return max(1, min(OVERFLOW_ROWS, most, table.num_embeddings or most))
+
+
+def _reserved(t: int, table: TableConfig, rows: int, overflow: int, policy: Any, below: BackTier | None) -> HotTable:
+    """With as large an overflow extent as the system gives address space for."""
+    while True:
+        try:
+            return HotTable(t, table, rows, overflow, policy, below)
+        except OSError:
+            if overflow == 1:
+                raise
+            overflow = max(1, overflow // 2)

@@ -1,0 +1,407 @@
+"""The first tier: what lookups and updates read. One object for all tables of a store.
+
+Tables that lie whole in memory are addressed by id (``direct.py``); the others keep some rows, or all that were ever
+used, in slots found through an index (``hot.py``).
+
+Two locks. The *stage lock* belongs to whoever changes which rows are resident; it may be held while a tier below reads.
+The *turn* guards pins and flags and is never held for long, so a thread that computes waits for the staging one only
+where a row it needs has left. Rows change in ``step()`` alone, whose leases are pinned; so what leaves has settled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import TableConfig
+from ..errors import StaleLookup
+from ..kernels import cpu
+from ..kernels.cpu import DIRTY, EXISTS, READY
+from ..layout import BAGS, FIRST, TABLE
+from ..tiers.base import Arena, BackTier, DurableTier
+from .by_id import FrontRows
+from .direct import DirectTable
+from .fill import Fill
+from .hot import HotTable
+from .lease import IN_CACHE, IN_OVERFLOW, Lease, Turn
+from .slots import SlotArrays
+
+Range = tuple[int, int]
+STAGES = ("dedup_probe", "evict_write", "miss_read", "insert")
+
+
+class Front(FrontRows):
+    """Arenas of rows, and the slots of staged ids.
+
+    ``stage``, ``slots``, ``relax`` and ``release`` may run on several threads at once; a lease is used by one at a
+    time, and ``release`` may come from any, garbage collection included. The rest may run beside another thread's
+    ``stage`` but not beside ``step``. Every error leaves rows, pins and index as they were.
+
+    Args:
+        tables: of the store.
+        engines: of each table, a DirectTable or a HotTable.
+        below: the tiers below, nearest first.
+    """
+
+    def __init__(
+        self, tables: Sequence[TableConfig], engines: Sequence[DirectTable | HotTable], below: Sequence[BackTier]
+    ) -> None:
+        self.tables, self.below = list(tables), list(below)
+        self._engines = list(engines)
+        self._direct = {t: e for t, e in enumerate(engines) if isinstance(e, DirectTable)}
+        self._hot = {t: e for t, e in enumerate(engines) if isinstance(e, HotTable)}
+        self._arrays = SlotArrays([e.capacity for e in self._hot.values()])
+        for engine, base in zip(self._hot.values(), self._arrays.bases, strict=True):
+            engine.attach(self._arrays, base)
+        self._turn = Turn(self._arrays)
+        self._stage_lock = threading.Lock()
+        self._wide = any(e.rows >= 2**31 for e in self._direct.values())
+        self.arenas = [self._arena(t) for t in range(len(self.tables))]
+        self._tick = 0
+        self._stats = {"stages": 0, "unique_ids": 0, "hits": 0, "misses": 0, "ids": 0, "ids_hit": 0}
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+
+    def _arena(self, t: int) -> Arena:
+        engine = self._engines[t]
+        if isinstance(engine, DirectTable):
+            return Arena(engine.slab, engine.written)
+        return Arena(engine.slab, slot_ids=torch.from_numpy(engine.slot_ids))
+
+    def direct(self, t: int) -> bool:
+        """Whether a table lies whole in memory, slot = id."""
+        return t in self._direct
+
+    @property
+    def durable(self) -> DurableTier | None:
+        """The last tier, where it outlives the process."""
+        return self.below[-1] if self.below and hasattr(self.below[-1], "freeze") else None  # type: ignore[return-value]
+
+    # stage, slots, relax, release -------------------------------------------------------------------------------
+
+    def stage(
+        self, features: Tensor, values: Tensor, offsets: Tensor | None, training: bool, *, overflow: bool = True
+    ) -> Any:
+        """Make the rows of the ids resident and pin them; returns the lease.
+
+        ``features`` int64 [F, 7] as the kernels take it; ``offsets`` None: a bag is an id. Not ``training``: the batch
+        is read only and the cache stays as it is. ``overflow=False``: CacheTooSmall where the rows do not fit beside
+        those that are pinned. Raises also what the tier below raises.
+        """
+        if not self._hot:
+            return values
+        groups, whole = self._ranges(features, offsets)
+        ids = values.to(torch.int64).contiguous().numpy()
+        ranges = np.array([r for found in groups.values() for r in found], dtype=np.int64).reshape(-1, 2)
+        lease = Lease(training, len(ids), int((ranges[:, 1] - ranges[:, 0]).sum()), ranges)
+        with self._stage_lock:
+            self._stage(lease, groups, ids, overflow)
+        dtype = torch.int64 if self._wide else torch.int32
+        if whole:
+            lease.out = values.to(dtype, copy=True)
+        elif len(ids) == len(lease.unique):
+            lease.out = torch.empty(len(ids), dtype=dtype)
+        else:  # ids of no feature: any slot will do
+            lease.out = torch.zeros(len(ids), dtype=dtype)
+        cpu.spread(lease.ranges, lease.positions, lease.slots, lease.out.numpy())
+        return lease
+
+    def _ranges(self, features: Tensor, offsets: Tensor | None) -> tuple[dict[int, list[Range]], bool]:
+        """(positions of the ids of each hashed table, whether a table that is not is among them)."""
+        at = None if offsets is None else offsets.numpy()
+        groups: dict[int, list[Range]] = {}
+        direct = False
+        for row in features.tolist():
+            t, first, last = row[TABLE], row[FIRST], row[FIRST] + row[BAGS]
+            if t in self._direct:
+                direct = True
+                continue
+            found = (first, last) if at is None else (int(at[first]), int(at[last]))
+            groups.setdefault(t, []).append(found)
+        return groups, direct
+
+    def _stage(self, lease: Lease, groups: dict[int, list[Range]], ids: np.ndarray, overflow: bool) -> None:
+        """Under the stage lock: fill a lease's arrays by row and pin; nothing has changed if it raises."""
+        begin = perf_counter()
+        done: list[tuple[HotTable, int, np.ndarray]] = []
+        try:
+            first = 0
+            for t, ranges in groups.items():
+                table, state = self._hot[t], np.zeros(3, dtype=np.int64)
+                done.append((table, first, state))
+                size = sum(stop - start for start, stop in ranges)
+                rows = slice(first, first + size)
+                for start, stop in ranges:
+                    table.locate(
+                        state,
+                        ids[start:stop],
+                        first,
+                        lease.positions[start:stop],
+                        lease.unique[rows],
+                        lease.slots[rows],
+                        lease.counts[rows],
+                    )
+                first += size
+            lease.tables = np.fromiter(groups, dtype=np.int64, count=len(groups))
+            lease.segments = np.array(
+                [(table.base, at, at + state[cpu.UNIQUE]) for table, at, state in done], dtype=np.int64
+            ).reshape(-1, 3)
+            with self._turn:
+                cpu.pin(lease.segments, lease.slots, self._arrays.pins)
+                lease.pinned = True
+            self._seconds["dedup_probe"] += perf_counter() - begin
+            self._reclaim()
+            self._fill(lease, done, overflow)
+        except BaseException:
+            self._forget_misses(lease, done)
+            raise
+        lease.overflow_held = True
+
+    def _forget_misses(self, lease: Lease, done: list[tuple[HotTable, int, np.ndarray]]) -> None:
+        if lease.pinned:
+            with self._turn:
+                self._turn.unpin(lease, 0)
+                lease.pinned = False
+        for table, first, state in done:
+            rows = slice(first, first + int(state[cpu.UNIQUE]))
+            table.index.delete(lease.unique[rows][lease.slots[rows] < 0])
+
+    def _fill(self, lease: Lease, done: list[tuple[HotTable, int, np.ndarray]], overflow: bool) -> None:
+        fills = []
+        hits = []
+        for table, first, state in done:
+            rows = slice(first, first + int(state[cpu.UNIQUE]))
+            slots, counts = lease.slots[rows], lease.counts[rows]
+            if state[cpu.MISSES]:
+                fills.append(Fill(table, lease, first, int(state[cpu.UNIQUE])))
+                slots, counts = slots[slots >= 0], counts[slots >= 0]
+            if len(slots):
+                hits.append((table, slots, counts))
+        tick = self._tick + 1
+        self._make_room(fills, overflow)
+        self._bring(fills, tick)
+        if lease.training:
+            self._tick = tick
+            for table, slots, counts in hits:
+                if table.keeper is not None:
+                    table.keeper.hit(slots, counts, tick)
+        self._count(lease, done, hits)
+
+    def _make_room(self, fills: list[Fill], overflow: bool) -> None:
+        if not fills:
+            return
+        begin = perf_counter()
+        try:
+            for fill in fills:
+                fill.choose(self._turn, overflow)
+            for fill in fills:
+                fill.write_down()
+        except BaseException:
+            for fill in fills:
+                fill.cancel()
+            raise
+        finally:
+            self._seconds["evict_write"] += perf_counter() - begin
+
+    def _bring(self, fills: list[Fill], tick: int) -> None:
+        if not fills:
+            return
+        begin = perf_counter()
+        for fill in fills:
+            fill.occupy()
+        middle = perf_counter()
+        try:
+            for fill in fills:
+                fill.fetch()
+        except BaseException:
+            for fill in fills:
+                fill.vacate()
+            raise
+        finally:
+            self._seconds["insert"] += middle - begin
+            self._seconds["miss_read"] += perf_counter() - middle
+        for fill in fills:
+            fill.finish(tick)
+
+    def _count(self, lease: Lease, done: Sequence[Any], hits: Sequence[Any]) -> None:
+        misses = sum(int(state[cpu.MISSES]) for _, _, state in done)
+        unique = sum(int(state[cpu.UNIQUE]) for _, _, state in done)
+        s = self._stats
+        s["stages"] += 1
+        s["unique_ids"] += unique
+        s["misses"] += misses
+        s["hits"] += unique - misses
+        s["ids"] += len(lease.unique)
+        s["ids_hit"] += sum(int(counts.sum()) for _, _, counts in hits)
+
+    def _reclaim(self) -> None:
+        """Rows of the overflow extent that nobody holds any more leave it."""
+        for table in self._hot.values():
+            if not table.overflow.used:
+                continue
+            out = np.empty(table.overflow.used, dtype=np.int32)
+            with self._turn:
+                pool = table.overflow
+                slots = out[: cpu.idle(pool.first, pool.high, table.pins, table.flags, out)]
+            if not len(slots):
+                continue
+            begin = perf_counter()
+            try:
+                if table.below is None:
+                    self._settle(table, slots)
+                else:
+                    table.write_down(slots)
+                    table.written_back += int(np.count_nonzero(table.flags[slots] & DIRTY))
+            except BaseException:
+                table.flags[slots] |= READY
+                raise
+            finally:
+                self._seconds["evict_write"] += perf_counter() - begin
+            table.remove(slots)
+            table.give(slots)
+
+    @staticmethod
+    def _settle(table: HotTable, slots: np.ndarray) -> None:
+        """With no tier below, rows that were written move to a slot for good."""
+        slots = slots[(table.flags[slots] & EXISTS) != 0]
+        if len(slots):
+            table.require_memory(len(slots))
+            keys, flags = table.slot_ids[slots], table.flags[slots]
+            there = table.cache.take(len(slots))
+            table.scatter(table.gather(slots), np.arange(len(slots)), there)
+            table.remove(slots)
+            table.occupy(there, keys)
+            table.pins[there] = 0
+            table.flags[there] = flags & (EXISTS | DIRTY) | READY
+
+    def slots(self, lease: Any) -> Tensor:
+        """The slot of each id; the rows are resident and pinned until ``relax`` or ``release``. Rows that have left
+        since are staged again."""
+        if isinstance(lease, Tensor):
+            return lease
+        if lease.pinned:
+            return lease.out
+        if not lease.open or not self._repin(lease):
+            if not lease.open:
+                raise StaleLookup("this lease was released: stage the batch again")
+            with self._stage_lock:
+                if not self._repin(lease):
+                    self._restage(lease)
+        return lease.out
+
+    def _repin(self, lease: Lease) -> bool:
+        a = self._arrays
+        with self._turn:
+            lease.pinned = bool(
+                cpu.repin(lease.segments, lease.slots, lease.unique, a.slot_ids, a.pins, a.flags, lease.overflow_held)
+            )
+        return lease.pinned
+
+    def _restage(self, lease: Lease) -> None:
+        """Under the stage lock: bring back a lease's rows that have left."""
+        if lease.overflow_held:  # pinned anew with the others, or not at all
+            with self._turn:
+                self._turn.unpin(lease, IN_OVERFLOW)
+                lease.overflow_held = False
+        again = Lease(lease.training, len(lease.unique), len(lease.unique), lease.ranges)
+        groups = {int(t): [(int(s[1]), int(s[2]))] for t, s in zip(lease.tables, lease.segments, strict=True)}
+        self._stage(again, groups, lease.unique, True)
+        slots, unique = lease.slots, lease.unique  # the same rows in the same order, but without gaps between segments
+        moved = np.full(len(slots), -1, dtype=np.int32)
+        for old, new in zip(lease.segments, again.segments, strict=True):
+            moved[old[1] : old[2]] = again.slots[new[1] : new[2]]
+            assert np.array_equal(unique[old[1] : old[2]], again.unique[new[1] : new[2]])
+        out = lease.out.clone()
+        cpu.spread(lease.ranges, lease.positions, moved, out.numpy())
+        with self._turn:
+            lease.slots, lease.out = moved, out
+            lease.pinned, lease.overflow_held = True, True
+
+    def relax(self, lease: Any) -> None:
+        """Until the next ``slots`` the rows may leave; those in the overflow extent stay until ``release``."""
+        if isinstance(lease, Tensor):
+            return
+        with self._turn:
+            if lease.pinned:
+                self._turn.unpin(lease, IN_CACHE)
+                lease.pinned = False
+
+    def release(self, lease: Any) -> None:
+        """The lease ends; never raises, never waits, again is fine."""
+        if isinstance(lease, Lease):
+            self._turn.release(lease)
+
+    def pins(self) -> int:
+        """Pinned rows."""
+        with self._turn:
+            return sum(
+                int(np.count_nonzero(table.pins[pool.first : pool.high]))
+                for table in self._hot.values()
+                for pool in (table.cache, table.overflow)
+            )
+
+    # step -------------------------------------------------------------------------------------------------------
+
+    def admit(self, leases: Sequence[Any], frozen: Collection[int]) -> list[Tensor] | None:
+        """Before an update, of the leases it reads, in call order: their slots where ids that are not admitted go to
+        the sink. None: no table asks."""
+        return None
+
+    def stepped(self, leases: Sequence[Any], frozen: Collection[int], steps: Sequence[int]) -> None:
+        """After an update: the rows of these leases were written, but for frozen tables."""
+        seen: set[int] = set()
+        for lease in leases:
+            if isinstance(lease, Tensor) or id(lease) in seen:
+                continue
+            seen.add(id(lease))
+            trained = np.array([t not in frozen for t in lease.tables.tolist()], dtype=np.bool_)
+            kept = self._padding(lease)
+            with self._turn:
+                cpu.mark(lease.segments[trained], lease.slots, self._arrays.flags, DIRTY | EXISTS)
+                for g, flags in kept:
+                    self._arrays.flags[g] = flags
+
+    def _padding(self, lease: Lease) -> list[tuple[int, Any]]:
+        """(slot in all arrays, flags) of rows of padding ids, which no update touches."""
+        kept = []
+        for t, (base, first, last) in zip(lease.tables.tolist(), lease.segments.tolist(), strict=True):
+            padding = self.tables[t].padding_idx
+            if padding is not None:
+                for k in np.flatnonzero(lease.unique[first:last] == padding) + first:
+                    g = base + int(lease.slots[k])
+                    kept.append((g, self._arrays.flags[g]))
+        return kept
+
+    # everything -------------------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """What admission and expiry remember besides rows."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what ``extra_state`` gave."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the store was opened. hits + misses = unique ids, over hashed tables."""
+        hot = self._hot.values()
+        return {
+            **self._stats,
+            "evictions": sum(table.evicted for table in hot),
+            "rows_written_back": sum(table.written_back for table in hot),
+            "overflow_peak": sum(table.overflow_peak for table in hot),
+            "resident": sum(len(table.index) for table in hot),
+            "bytes": sum(table.nbytes for table in hot) + sum(e.slab.numel() for e in self._direct.values()),
+            "seconds": dict(self._seconds),
+        }
+
+    def close(self) -> None:
+        """Close the tiers below and give memory back."""
+        for tier in self.below:
+            tier.close()
+        self.arenas = []
+        self._engines, self._direct, self._hot = [], {}, {}

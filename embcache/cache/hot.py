@@ -1,0 +1,236 @@
+"""One table's resident rows: index, slots, and what comes and goes over the tier below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..config import TableConfig
+from ..errors import TableTooLarge
+from ..kernels import cpu
+from ..kernels.cpu import BELOW, DIRTY, EXISTS, OVERFLOW, READY
+from ..kernels.index import RowIndex
+from ..kernels.initial import InitialRows
+from ..kernels.memory import available_bytes, reserve
+from ..tiers.base import BackTier, Block
+from .policy import Policy, ScoreKeeper
+from .slots import SlotArrays, SlotPool
+
+HUGE_FROM = 4 << 20  # bytes of cached rows from which huge pages are worth their size
+MOVED = 4 << 20  # bytes of rows moved in one piece
+
+
+def ascending(keys: np.ndarray) -> np.ndarray:
+    """The order in which keys ascend as unsigned numbers."""
+    return np.argsort(keys.view(np.uint64))
+
+
+class HotTable:
+    """Rows of one table in ``[0, rows)`` (the cache), ``[rows, reserved)`` (the overflow extent) and the sink, the last
+    slot, which takes what is to be dropped. Not thread-safe: ``Front`` holds its lock.
+
+    Args:
+        number: of the table in its store.
+        rows, overflow: slots of the cache and of the overflow extent.
+        policy: who leaves; None: nobody (there is no tier below).
+        below: the next tier, or None.
+    """
+
+    def __init__(
+        self, number: int, table: TableConfig, rows: int, overflow: int, policy: Policy | None, below: BackTier | None
+    ) -> None:
+        self.number, self.table, self.rows, self.below = number, table, rows, below
+        self.name, self.row_bytes = table.name, table.row_bytes
+        self.reserved = rows + overflow
+        self.capacity = self.reserved + 1
+        held = rows * self.row_bytes if policy is not None else self.capacity * self.row_bytes
+        huge = held if held >= HUGE_FROM else 0
+        self.slab: Tensor = reserve(self.capacity * self.row_bytes, huge).view(self.capacity, self.row_bytes)
+        self.numpy = self.slab.numpy()
+        self.flat = self.numpy.reshape(-1)
+        self.index = RowIndex(rows if policy is not None else 0)
+        self.cache, self.overflow = SlotPool(0, rows), SlotPool(rows, self.reserved)
+        self.keeper = ScoreKeeper(policy, rows) if policy is not None else None
+        self.initial = InitialRows(table)
+        self.block = max(1, MOVED // self.row_bytes)
+        self._promised = 0  # rows for which there was memory when it was looked
+        self.evicted = self.written_back = self.overflow_peak = 0
+
+    def attach(self, arrays: SlotArrays, base: int) -> None:
+        """Take this table's part of the arrays by slot."""
+        part = slice(base, base + self.capacity)
+        self.base = base
+        self.slot_ids, self.pins = arrays.slot_ids[part], arrays.pins[part]
+        self.flags, self.where = arrays.flags[part], arrays.where[part]
+        self._clean_sink()
+
+    def _clean_sink(self) -> None:
+        self.initial.fill(self.numpy, np.array([self.reserved]), np.zeros(1, dtype=np.int64))
+
+    # finding ----------------------------------------------------------------------------------------------------
+
+    def locate(self, state: np.ndarray, keys: np.ndarray, first: int, positions: np.ndarray, *rows: np.ndarray) -> None:
+        """``kernels.cpu.locate`` for all of ``keys``; the index grows as it must."""
+        at = 0
+        state[cpu.COUNT] = self.index.count
+        while True:
+            index = self.index
+            at = cpu.locate(index.entries, state, index.limit, keys, at, first, self.where, positions, *rows)
+            index.count = int(state[cpu.COUNT])
+            if at == len(keys):
+                return
+            index.reserve(index.count + 1)
+
+    def slots_of(self, keys: np.ndarray) -> np.ndarray:
+        """int32 [n], -1 where a key is not resident."""
+        return self.index.get(keys)
+
+    def gather(self, slots: np.ndarray) -> np.ndarray:
+        """Copies uint8 [n, row_bytes]."""
+        out = np.empty((len(slots), self.row_bytes), dtype=np.uint8)
+        cpu.gather(self.flat, self.row_bytes, slots, out)
+        return out
+
+    def scatter(self, rows: np.ndarray, chosen: np.ndarray, slots: np.ndarray) -> None:
+        """``rows[chosen]`` to ``slots[chosen]``."""
+        cpu.scatter(rows, chosen, slots, self.row_bytes, self.flat)
+
+    def flagged(self, mask: np.uint8, bits: np.uint8) -> np.ndarray:
+        """int32: slots whose flags under ``mask`` are ``bits``."""
+        parts = []
+        for pool in (self.cache, self.overflow):
+            out = np.empty(pool.high - pool.first, dtype=np.int32)
+            parts.append(out[: cpu.flagged(pool.first, pool.high, self.flags, mask, bits, out)])
+        return np.concatenate(parts)
+
+    # leaving ----------------------------------------------------------------------------------------------------
+
+    def write_down(self, slots: np.ndarray) -> None:
+        """The dirty rows of ``slots`` go to the tier below, the clean ones are offered where they are wanted."""
+        if self.below is None:
+            return
+        flags = self.flags[slots]
+        self._down(slots[(flags & DIRTY) != 0], self.below.write)
+        if getattr(self.below, "keeps_offers", False):
+            self._down(slots[(flags & (DIRTY | EXISTS)) == EXISTS], self.below.offer)
+
+    def _down(self, slots: np.ndarray, move: Any) -> None:
+        for start in range(0, len(slots), self.block):
+            block = slots[start : start + self.block]
+            block = block[ascending(self.slot_ids[block])]
+            move(self.number, self.slot_ids[block], self.gather(block))
+
+    def stay(self, slots: np.ndarray) -> None:
+        """Rows that were marked as leaving are ready again."""
+        self.pins[slots] = 0
+        self.flags[slots] |= READY
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Rows that nobody needs here any more leave index, scores and flags; their slots are not yet free."""
+        ids = self.slot_ids[slots]
+        self.index.delete(ids)
+        if self.keeper is not None:
+            self.keeper.drop(slots, ids)
+        self.flags[slots] = 0
+
+    def give(self, slots: np.ndarray) -> None:
+        """Slots are free."""
+        extra = slots >= self.rows
+        self.cache.give(slots[~extra])
+        self.overflow.give(slots[extra])
+
+    def require_memory(self, n: int) -> None:
+        """Raise TableTooLarge where the system has no room for ``n`` rows more; for tables that only grow."""
+        if self.cache.high + n <= self._promised:
+            return
+        need, free = n * (self.row_bytes + SlotArrays.BYTES), available_bytes()
+        if self.cache.free < n or (free is not None and need > free):
+            raise TableTooLarge(need, free or 0, [self.name])
+        self._promised = self.cache.high + n + self.block
+
+    # coming -----------------------------------------------------------------------------------------------------
+
+    def occupy(self, slots: np.ndarray, keys: np.ndarray) -> None:
+        """Rows of ``keys`` will be in ``slots``: indexed and pinned once, not yet ready."""
+        self.index.put(keys, slots)
+        self.slot_ids[slots] = keys
+        self.pins[slots] = 1
+        self.flags[slots] = np.where(slots >= self.rows, OVERFLOW, 0).astype(np.uint8)
+        self.overflow_peak = max(self.overflow_peak, self.overflow.used)
+
+    def vacate(self, slots: np.ndarray, keys: np.ndarray) -> None:
+        """Undo ``occupy``."""
+        self.index.delete(keys)
+        self.pins[slots] = 0
+        self.flags[slots] = 0
+        self.give(slots)
+
+    def fetch(self, keys: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Bring rows (keys ascending) into their slots; bool [n]: those the tier below has."""
+        found = np.zeros(len(keys), dtype=np.bool_)
+        for start in range(0, len(keys) if self.below is not None else 0, self.block):
+            part = slice(start, start + self.block)
+            rows = np.empty((len(keys[part]), self.row_bytes), dtype=np.uint8)
+            found[part] = self.below.read(self.number, keys[part], rows)  # type: ignore[union-attr]
+            self.scatter(rows, np.flatnonzero(found[part]), slots[part])
+        fresh = np.flatnonzero(~found)
+        if len(fresh):
+            self.initial.fill(self.numpy, slots[fresh].astype(np.int64), keys[fresh])
+        return found
+
+    # rows by id -------------------------------------------------------------------------------------------------
+
+    def read_rows(self, keys: np.ndarray) -> np.ndarray:
+        """Current rows of distinct keys, ascending."""
+        out = np.empty((len(keys), self.row_bytes), dtype=np.uint8)
+        for start in range(0, len(keys), self.block):
+            part = slice(start, start + self.block)
+            self._read(keys[part], out[part])
+        return out
+
+    def _read(self, keys: np.ndarray, out: np.ndarray) -> None:
+        slots = self.slots_of(keys)
+        here = slots >= 0
+        out[here] = self.gather(slots[here])
+        away = np.flatnonzero(~here)
+        if self.below is not None and len(away):
+            rows = np.empty((len(away), self.row_bytes), dtype=np.uint8)
+            found = self.below.read(self.number, keys[away], rows)
+            out[away[found]] = rows[found]
+            away = away[~found]
+        if len(away):
+            self.initial.fill(out, away, keys[away])
+
+    def stored(self, block: int) -> Iterator[Block]:
+        """Rows of the tier below."""
+        return iter(()) if self.below is None else self.below.scan(self.number, block)
+
+    def count_written(self) -> int:
+        """Rows that differ from their initial value."""
+        if self.below is None:
+            return len(self.flagged(EXISTS, EXISTS))
+        return self.below.count(self.number) + len(self.flagged(EXISTS | BELOW, EXISTS))
+
+    def mark_loaded(self, slots: np.ndarray, found: np.ndarray) -> None:
+        """Rows are ready; those that the tier below has exist."""
+        self.flags[slots] |= np.where(found, READY | EXISTS | BELOW, READY).astype(np.uint8)
+
+    def clear(self) -> None:
+        """Nothing is resident."""
+        for pool in (self.cache, self.overflow):
+            self.flags[pool.first : pool.high] = 0
+            self.pins[pool.first : pool.high] = 0
+            pool.clear()
+        self.index.clear()
+        if self.keeper is not None:
+            self.keeper.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory in use: rows, arrays by slot, index, scores."""
+        slots = self.cache.high - self.cache.first + self.overflow.high - self.overflow.first + 1
+        scores = 0 if self.keeper is None else self.keeper.nbytes
+        return slots * (self.row_bytes + SlotArrays.BYTES) + self.index.nbytes + scores

@@ -1,0 +1,585 @@
+"""Rows on disk: an overlay of append-only segments over a base in LMDB.
+
+Random updates are what LMDB is slow at, and py-lmdb holds the interpreter, so rows that leave the cache are appended to
+segment files (``overlay.py``), found through an index in memory, and merged into the base later, sorted, by a process
+in the background (``merge.py``). Reads look into the overlay, then walk the base's pages without LMDB
+(``basefile.py``); neither holds the interpreter.
+
+A generation is what ``freeze`` describes: the segments that are not yet merged. The base runs ahead of no generation
+that may be asked for (``sealed``'s horizon), and until a merge is whole its segments stay, so a crash needs no repair:
+``restore`` of a description gives its rows, bit for bit, whatever had been going on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import TableConfig
+from ..errors import BadConfig, CorruptStore, ForkError, FormatVersion, NotSupported, StorageFull
+from ..lock import FolderLock
+from ..statefile import sync_folder
+from . import compact, scanning
+from .base import Block
+from .basefile import BaseFile, Snapshot
+from .changes import Changes
+from .merge import MergeFailed, run_merge
+from .overlay import Overlay
+from .segment import Segment
+
+__all__ = ["Lmdb", "StaleDescription"]
+
+FORMAT, VERSION = "embcache-rows", 1
+_MANY_FILES = 1024
+_LINEAGE = 10_000  # generation numbers remembered in a description
+
+
+class StaleDescription(CorruptStore):
+    """While a reader opened a generation, the writer went past it: read the manifest and restore again."""
+
+
+class Lmdb:
+    """Rows in a folder on disk, of any number and any int64 key.
+
+    Args:
+        path: the folder; made when it is first opened for writing.
+        readonly: look at committed generations, beside a writer or without one; nothing is written.
+        overlay_bytes: memory that the index of rows not yet merged may take before a merge begins (about 20 bytes a
+            row; rows not yet committed cannot be merged and stay beyond it). A merge also begins when their segments
+            take 32 times as much on the disk.
+        changes_bytes: disk space for the lists of keys that ``changed_since`` needs.
+
+    After ``open`` the tier is empty until ``restore``. Every method may be called from any thread; a process forked
+    from the owner gets ForkError.
+
+    >>> Lmdb("runs/store", overlay_bytes=0)
+    Traceback (most recent call last):
+    ...
+    embcache.errors.BadConfig: tiers.Lmdb: overlay_bytes = 0, must be an integer >= 1
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        readonly: bool = False,
+        overlay_bytes: int = 128 << 20,
+        changes_bytes: int = 256 << 20,
+    ) -> None:
+        for what, value in (("overlay_bytes", overlay_bytes), ("changes_bytes", changes_bytes)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise BadConfig(f"tiers.Lmdb: {what} = {value!r}, must be an integer >= 1")
+        self.folder = Path(path)
+        self.readonly, self.overlay_bytes, self.changes_bytes = readonly, overlay_bytes, changes_bytes
+        self.on_merged: Callable[[], None] = lambda: None
+        self._base: BaseFile | None = None
+        self._pid = 0
+
+    def fresh(self) -> Lmdb:
+        """An unopened tier of the same description."""
+        return Lmdb(
+            self.folder,
+            readonly=self.readonly,
+            overlay_bytes=self.overlay_bytes,
+            changes_bytes=self.changes_bytes,
+        )
+
+    def reader(self) -> Lmdb:
+        """An unopened read-only tier on the same folder."""
+        return Lmdb(self.folder, readonly=True)
+
+    # -- opening and closing
+
+    def open(self, tables: Sequence[TableConfig]) -> None:
+        """Open or make the files. StoreLocked: another process writes here; CorruptStore, FormatVersion: nothing was
+        written; BadConfig: the address space is limited too much."""
+        if self._base is not None:
+            raise BadConfig(f"this Lmdb({str(self.folder)!r}) already serves another store; give each store its own")
+        self._row_bytes = [t.row_bytes for t in tables]
+        self._lock: FolderLock | None = None
+        self._reading: compact.ReaderLock | None = None
+        if self.readonly:
+            self._reading = compact.ReaderLock(self.folder)
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock.take(self.folder)
+        base = BaseFile.open(self.folder, self._row_bytes, create=not self.readonly)
+        try:
+            self._segments, changes = self.folder / "segments", self.folder / "changes"
+            self._changes = Changes(changes, self.changes_bytes)
+            if not self.readonly:
+                self._segments.mkdir(exist_ok=True)
+                changes.mkdir(exist_ok=True)
+                compact.ReaderLock.make(self.folder)
+                self._owner = base.claim()
+        except BaseException:
+            base.close()
+            raise
+        prefix, numbers = f"{time.time_ns():x}", itertools.count()
+        self._overlays = [
+            Overlay(t, size, lambda t=t: self._segments / f"{t:04d}-{prefix}-{next(numbers):06x}.rows")  # type: ignore[misc]
+            for t, size in enumerate(self._row_bytes)
+        ]
+        self._held: Snapshot | None = None
+        self._state = threading.RLock()  # guards the fields below
+        self._swept, self._base_used = False, False
+        self._generation, self._sealed, self._horizon, self._merged = 0, 0, 0, 0
+        self._lineage: list[int] = []
+        self._abandoned: list[tuple[int, Path]] = []
+        self._merging: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._counters = dict.fromkeys(_COUNTERS, 0.0)
+        self._counting = threading.Lock()
+        self._gate = compact.Gate()
+        self._base, self._pid = base, os.getpid()
+
+    def _check(self, writing: bool = False) -> BaseFile:
+        base = self._base
+        if base is None:
+            raise RuntimeError(f"the store in {self.folder} is closed")
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"the store in {self.folder} was opened by process {self._pid}; a forked process opens it anew by its "
+                "path, with readonly=True"
+            )
+        if writing and self.readonly:
+            raise NotSupported(f"the store in {self.folder} was opened with readonly=True")
+        return base
+
+    def close(self) -> None:
+        """Wait for a merge that runs, and close the files. What was not frozen is gone."""
+        if self._base is None:
+            return
+        if os.getpid() == self._pid:
+            self.wait()
+            if self._held is not None:
+                self._held.close()
+            for overlay in self._overlays:
+                for segment in overlay.segments:
+                    segment.close()
+            self._base.close()
+        self._base, self._held, self._lock, self._reading = None, None, None, None
+        self._overlays = []
+
+    # -- rows
+
+    @contextlib.contextmanager
+    def _snapshot(self) -> Iterator[Snapshot]:
+        if self._held is not None:
+            yield self._held
+            return
+        with self._gate:
+            base = self._check()
+            with base.snapshot() as snapshot:
+                yield snapshot
+
+    def read(self, table: int, keys: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Fill ``out`` with the rows that are there; bool [n] says which. CorruptStore if the base is damaged."""
+        self._check()
+        began = time.perf_counter()
+        # first the overlay, then a snapshot: what a merge moves from one to the other is seen in one of them
+        ordinals, view = self._overlays[table].look(keys)
+        state, found = self._overlays[table].fill(ordinals, view, out)
+        if found < len(keys) and self._base_used:
+            with self._snapshot() as snapshot:
+                below = snapshot.fill(table, keys, state, out)
+            self._count(rows_read_base=below)
+            found += below
+        self._count(
+            rows_read=len(keys),
+            rows_found=found,
+            bytes_read=found * out.shape[1] if out.ndim == 2 else 0,
+            seconds_read=time.perf_counter() - began,
+        )
+        return state == 1
+
+    def write(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Insert or replace rows. StorageFull: nothing of the call is visible."""
+        self._check(writing=True)
+        if len(keys):
+            self._append(table, keys, np.ascontiguousarray(rows))
+
+    def _append(self, table: int, keys: np.ndarray, rows: np.ndarray | None) -> None:
+        began = time.perf_counter()
+        written = self._overlays[table].append(np.ascontiguousarray(keys, np.int64), rows)
+        self._count(rows_written=len(keys), bytes_written=written, seconds_write=time.perf_counter() - began)
+
+    def offer(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Clean rows are here already."""
+
+    def delete(self, table: int, keys: np.ndarray) -> None:
+        """The keys are not there from now on."""
+        self._check(writing=True)
+        keys = np.ascontiguousarray(keys, np.int64)
+        there = self._states(table, keys) == 1
+        if there.any():
+            self._append(table, keys[there], None)
+
+    def _states(self, table: int, keys: np.ndarray) -> np.ndarray:
+        ordinals, view = self._overlays[table].look(keys)
+        state, _ = self._overlays[table].fill(ordinals, view, None)
+        with self._snapshot() as snapshot:
+            snapshot.fill(table, keys, state, None)
+        return state
+
+    def scan(self, table: int, block: int) -> Iterator[Block]:
+        """(keys, rows) of all rows as they are when the first block is asked for, ascending as unsigned numbers.
+
+        A read transaction is held meanwhile, so that merges make the file grow until the end of the scan.
+        """
+        self._check()
+        overlay = self._overlays[table]
+        entries = overlay.entries()
+        with self._snapshot() as snapshot:
+            yield from scanning.merged(overlay, entries, snapshot, table, block)
+
+    def count(self, table: int) -> int:
+        """Rows that ``scan`` would give."""
+        self._check()
+        overlay = self._overlays[table]
+        keys, ordinals, view = overlay.entries()
+        live = int((overlay.fill(ordinals, view, None)[0] == 1).sum())
+        with self._snapshot() as snapshot:
+            covered = snapshot.fill(table, keys, np.zeros(len(keys), np.uint8), None)
+            return snapshot.count(table) - covered + live
+
+    def changed_since(self, table: int, generation: int) -> np.ndarray | None:
+        """Keys (int64, ascending as unsigned numbers, each once) written or deleted after ``generation``; a key may be
+        among them whose row is the same again. None: not known any more, or not a generation that led to this one."""
+        self._check()
+        with self._state:
+            known = generation == 0 or generation in self._lineage
+            overlay = self._overlays[table]
+            with overlay.writing:
+                newer = [s for s in overlay.segments if s.generation == 0 or s.generation > generation]
+                lists = [s.keys()[0].view(np.uint64) for s in newer]
+            merged = self._merged
+        if not known:
+            return None
+        if generation < merged:
+            older = self._changes.since(table, generation, merged)
+            if older is None:
+                return None
+            lists += older
+        if not lists:
+            return np.zeros(0, np.int64)
+        return np.unique(np.concatenate(lists)).view(np.int64)
+
+    # -- generations
+
+    def freeze(self, number: int) -> dict[str, Any]:
+        """What was written so far is generation ``number``: its description as JSON. Nothing is on the disk for certain
+        before ``sync``. The same number may be frozen again, after a commit that failed."""
+        self._check(writing=True)
+        with self._state:
+            for overlay in self._overlays:
+                overlay.freeze(number)
+            self._generation = number
+            if not self._lineage or self._lineage[-1] != number:
+                self._lineage = [*self._lineage[-_LINEAGE:], number]
+            return self._describe()
+
+    def _describe(self) -> dict[str, Any]:
+        chain = [s for overlay in self._overlays for s in overlay.segments if s.generation]
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "generation": self._generation,
+            "merged": self._merged,
+            "lineage": list(self._lineage),
+            "segments": [s.describe() for s in chain],
+        }
+
+    def sync(self) -> None:
+        """Everything frozen is on the disk afterwards. StorageFull where there is no room; it can be tried again."""
+        self._check(writing=True)
+        with self._state:
+            waiting = [s for o in self._overlays for s in o.segments if s.generation and not s.synced]
+        for segment in waiting:
+            segment.sync()
+        if waiting:
+            sync_folder(self._segments)
+            sync_folder(self.folder)
+
+    def sealed(self, number: int, horizon: int) -> None:
+        """The manifest names ``number``, and nothing before ``horizon`` will be asked for: a merge may begin."""
+        self._check(writing=True)
+        with self._state:
+            self._sealed, self._horizon = number, min(horizon, number)
+            gone = [path for last, path in self._abandoned if last < self._horizon]
+            self._abandoned = [(last, path) for last, path in self._abandoned if last >= self._horizon]
+        for path in gone:
+            path.unlink(missing_ok=True)
+        if self._should_merge():
+            self.merge(wait=False)
+
+    def trimmed(self, description: dict[str, Any]) -> dict[str, Any]:
+        """A description without the segments that are merged; both give the same rows."""
+        merged = self._merged
+        kept = [s for s in description["segments"] if int(s["generation"]) > merged]
+        return {**description, "merged": max(merged, int(description["merged"])), "segments": kept}
+
+    def restore(self, description: dict[str, Any] | None, keep: Sequence[dict[str, Any]] = ()) -> None:
+        """The rows are exactly those of a description (None: there were never any).
+
+        ``keep``: descriptions of other generations that may be asked for; the first restore after ``open`` removes
+        segments that none of them names. Raises CorruptStore, FormatVersion (the tier stays as it was);
+        StaleDescription for a reader.
+        """
+        base = self._check()
+        self.wait()
+        told = _parsed(description, self.folder, len(self._row_bytes))
+        snapshot = base.snapshot()
+        try:
+            seal, merged = snapshot.seal, snapshot.merged
+            self._check_base(told, seal, merged)
+            chains = self._load(told, merged)
+        except BaseException:
+            snapshot.close()
+            raise
+        with self._state:
+            self._leave(chains)
+            for overlay, chain in zip(self._overlays, chains, strict=True):
+                overlay.replace(chain)
+            self._generation = self._sealed = told["generation"]
+            self._horizon, self._merged, self._base_used = 0, merged, seal > 0
+            self._lineage = list(told["lineage"])
+            held, self._held = self._held, snapshot if self.readonly else None
+        if held is not None:
+            held.close()
+        if not self.readonly:
+            snapshot.close()
+            if not self._swept:
+                self._sweep([told, *keep], merged)
+                self._swept = True
+
+    def _check_base(self, told: dict[str, Any], seal: int, merged: int) -> None:
+        number = told["generation"]
+        if seal > number:
+            error = StaleDescription if self.readonly else CorruptStore
+            raise error(
+                f"{self.folder}: generation {number} is asked for, but rows up to generation {seal} are merged already"
+            )
+        if merged < told["merged"]:
+            raise CorruptStore(
+                f"{self.folder}/data.mdb holds generation {merged}, the manifest expects {told['merged']} or newer"
+            )
+
+    def _load(self, told: dict[str, Any], merged: int) -> list[list[Segment]]:
+        """The segments of each table that the base does not hold yet, oldest first."""
+        there = {s.path.name: s for o in self._overlays for s in o.segments if s.generation}
+        chains: list[list[Segment]] = [[] for _ in self._row_bytes]
+        for one in told["segments"]:
+            if int(one["generation"]) <= merged:
+                continue
+            name, t = str(one["file"]), int(one["table"])
+            known = there.get(name)
+            if known is not None and known.describe() == one:
+                chains[t].append(known)
+                continue
+            try:
+                chains[t].append(Segment.load(self._segments, one, self._row_bytes[t], 0))
+            except FileNotFoundError:
+                error = StaleDescription if self.readonly else CorruptStore
+                raise error(f"{self._segments / name} is missing") from None
+        return chains
+
+    def _leave(self, chains: list[list[Segment]]) -> None:
+        """Segments that are in no chain any more: open ones go, frozen ones once nothing can ask for them."""
+        staying = {s.path for chain in chains for s in chain}
+        self._abandoned = [(last, path) for last, path in self._abandoned if path not in staying]
+        for overlay in self._overlays:
+            for segment in overlay.segments:
+                if segment.path in staying:
+                    continue
+                segment.close()
+                if segment.generation == 0:
+                    segment.path.unlink(missing_ok=True)
+                else:
+                    self._abandoned.append((max(self._generation, self._sealed), segment.path))
+
+    def _sweep(self, told: Sequence[dict[str, Any]], merged: int) -> None:
+        named = {str(s["file"]) for one in told for s in one["segments"] if int(s["generation"]) > merged}
+        for path in self._segments.iterdir():
+            if path.name not in named and path.suffix == ".rows":
+                path.unlink(missing_ok=True)
+        self._changes.sweep(merged)
+
+    # -- merging
+
+    def _should_merge(self) -> bool:
+        if self._merging is not None or self._target() <= self._merged:
+            return False
+        index = sum(o.index_bytes for o in self._overlays if o.segments)
+        data = sum(o.bytes for o in self._overlays)
+        files = sum(len(o.segments) for o in self._overlays)
+        return index > self.overlay_bytes or data > 32 * self.overlay_bytes or files > _MANY_FILES
+
+    def _target(self) -> int:
+        """The newest generation that has rows to merge and may be merged."""
+        chain = [s.generation for o in self._overlays for s in list(o.segments)]
+        return max((g for g in chain if 0 < g <= self._horizon), default=0)
+
+    def merge(self, wait: bool = True) -> None:
+        """Merge what may be merged, now. ``wait``: until it is done; a failure of it is raised."""
+        self._check(writing=True)
+        with self._state:
+            if self._merging is None and self._target() > self._merged:
+                self._failure, self._base_used = None, True
+                self._merging = threading.Thread(target=self._merge, name="embcache-merge", daemon=True)
+                self._merging.start()
+        if wait:
+            self.wait()
+            if self._failure is not None:
+                raise self._failure
+
+    def wait(self) -> None:
+        """Until no merge runs."""
+        running = self._merging
+        if running is not None and running is not threading.current_thread():
+            running.join()
+
+    def _merge(self) -> None:
+        try:
+            self._merge_once()
+        except (StorageFull, MergeFailed) as error:  # nothing is lost: the segments stay, the next commit tries again
+            self._failure = error
+            self._count(merges_failed=1)
+        finally:
+            self._merging = None
+
+    def _merge_once(self) -> None:
+        base = self._check(writing=True)
+        began = time.perf_counter()
+        with self._state:
+            target = self._target()
+            chain = [s for o in self._overlays for s in o.segments if 0 < s.generation <= target]
+            job = {
+                "folder": str(self.folder.resolve()),
+                "row_bytes": self._row_bytes,
+                "owner": self._owner,
+                "merged": self._merged,
+                "target": target,
+                "segments": [s.describe() for s in chain],
+            }
+        done = run_merge(base, job)
+        with self._state:
+            self._merged = target
+            gone = [s for overlay in self._overlays for s in overlay.forget(target)]
+        self._count(
+            merges=1,
+            rows_merged=done["rows"],
+            bytes_merged=done["bytes"],
+            bytes_written_base=done.get("written", 0),
+            seconds_merge=time.perf_counter() - began,
+        )
+        try:
+            self.on_merged()
+        finally:
+            for segment in gone:
+                segment.path.unlink(missing_ok=True)
+            self._changes.trim()
+
+    # -- looking after
+
+    def stats(self) -> dict[str, float]:
+        """Counters since it was opened, and bytes: overlay_rows, overlay_bytes, index_bytes, base_bytes."""
+        base = self._check()
+        overlays = self._overlays
+        return {
+            **self._counters,
+            "overlay_rows": float(sum(len(o) for o in overlays)),
+            "overlay_bytes": float(sum(o.bytes for o in overlays)),
+            "index_bytes": float(sum(o.index_bytes for o in overlays)),
+            "base_bytes": float(base.pages * base.page_size),
+        }
+
+    def _count(self, **more: float) -> None:
+        with self._counting:
+            for name, value in more.items():
+                self._counters[name] += value
+
+    def verify(self) -> Iterator[str]:
+        """A line for each thing that is not what was written; all rows are read."""
+        self._check()
+        for overlay in self._overlays:
+            for segment in list(overlay.segments):
+                try:
+                    segment.verify()
+                except CorruptStore as error:
+                    yield str(error)
+        with self._snapshot() as snapshot:
+            for t, size in enumerate(self._row_bytes):
+                yield from scanning.problems(snapshot, t, size)
+
+    def compact(self) -> None:
+        """Merge what may be merged and write the base anew without gaps. NotSupported while others read it."""
+        self.merge()
+        base = self._check(writing=True)
+        with self._gate.closed():
+            self._base = compact.rewrite(base, self.folder, self._row_bytes)
+            self._owner = self._base.claim()
+
+    def info(self) -> dict[str, Any]:
+        """For people: generation, what is merged, rows and bytes."""
+        self._check()
+        with self._snapshot() as snapshot:
+            rows = [snapshot.count(t) for t in range(len(self._row_bytes))]
+            seal = snapshot.seal
+        return {
+            "generation": self._generation,
+            "merged": self._merged,
+            "seal": seal,
+            "base_rows": rows,
+            "overlay_rows": [len(o) for o in self._overlays],
+            "segments": sum(len(o.segments) for o in self._overlays),
+            "last_merge_failure": None if self._failure is None else str(self._failure),
+            **self.stats(),
+        }
+
+
+_COUNTERS = (
+    "rows_read",
+    "rows_found",
+    "rows_read_base",
+    "rows_written",
+    "bytes_read",
+    "bytes_written",
+    "seconds_read",
+    "seconds_write",
+    "merges",
+    "merges_failed",
+    "rows_merged",
+    "bytes_merged",
+    "bytes_written_base",
+    "seconds_merge",
+)
+_EMPTY: dict[str, Any] = {"generation": 0, "merged": 0, "lineage": [], "segments": []}
+
+
+def _parsed(description: dict[str, Any] | None, folder: Path, tables: int) -> dict[str, Any]:
+    """A description that may be trusted in shape; CorruptStore, FormatVersion."""
+    if description is None:
+        return _EMPTY
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise CorruptStore(f"{folder}: the manifest does not describe rows of this library")
+    if isinstance(description.get("version"), int) and description["version"] > VERSION:
+        raise FormatVersion(str(folder), description["version"], VERSION)
+    try:
+        for one in description["segments"]:
+            name, check = str(one["file"]), int(str(one["check"]), 16)
+            good = name == Path(name).name and 0 <= int(one["table"]) < tables and check >= 0
+            if not good or int(one["generation"]) < 1 or int(one["records"]) < 1:
+                raise ValueError(name)
+        int(description["generation"]), int(description["merged"]), list(map(int, description["lineage"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStore(f"{folder}: the manifest describes segments that cannot be: {error}") from None
+    return description

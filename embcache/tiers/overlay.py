@@ -1,0 +1,199 @@
+"""Rows of one table that are newer than the base: segments on the disk, found through an index in memory.
+
+The index maps a key to the number of its newest record; records are numbered through the table's segments in the order
+of writing. Two locks: writers take turns, and a short lock guards the index, so that reading never waits for a disk.
+Copying rows out needs no lock at all, because records never change and a map lives as long as somebody reads it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import StorageFull
+from ..kernels import segments
+from ..kernels.index import RowIndex
+from .segment import Segment
+
+__all__ = ["Overlay", "View", "by_key"]
+
+_MOST = 2**31 - 2  # records that an index of int32 can number
+_SIGN = np.int64(-(2**63))
+
+
+@dataclass(frozen=True)
+class View:
+    """Where records lie: arrays for the kernel, and what keeps the maps alive."""
+
+    starts: np.ndarray
+    addresses: np.ndarray
+    held: tuple[object, ...]
+
+
+_NOTHING = View(np.zeros(0, np.int64), np.zeros(0, np.int64), ())
+
+
+def by_key(keys: np.ndarray) -> np.ndarray:
+    """The order of int64 keys as unsigned numbers."""
+    return np.argsort(keys.view(np.uint64), kind="stable")
+
+
+class Overlay:
+    """See the module. ``new_path`` names a new file. Every method may be called from any thread."""
+
+    def __init__(self, table: int, row_bytes: int, new_path: Callable[[], Path]) -> None:
+        self.table, self.row_bytes = table, row_bytes
+        self._new_path = new_path
+        self.writing = threading.RLock()  # held while records are appended and while segments change
+        self._reading = threading.Lock()  # held while the index is looked at or replaced
+        self.segments: list[Segment] = []  # oldest first; those with generation 0 are open
+        self._index = RowIndex()
+        self._view = _NOTHING
+
+    # -- reading
+
+    def look(self, keys: np.ndarray) -> tuple[np.ndarray, View]:
+        """(number of the newest record of each key or -1, where records lie)."""
+        with self._reading:
+            return self._index.get(keys), self._view
+
+    def fill(self, ordinals: np.ndarray, view: View, out: np.ndarray | None) -> tuple[np.ndarray, int]:
+        """Copy records into ``out`` (None: nowhere); (state of each key: ABSENT, FOUND, DEAD; rows there)."""
+        state = np.zeros(len(ordinals), np.uint8)
+        if not len(view.starts):
+            return state, 0
+        found = segments.gather(
+            ordinals, view.starts, view.addresses, self.row_bytes, 0 if out is None else out.ctypes.data, state
+        )
+        return state, int(found)
+
+    def entries(self) -> tuple[np.ndarray, np.ndarray, View]:
+        """(keys ascending as unsigned numbers, their newest records, where these lie)."""
+        with self._reading:
+            keys, ordinals = self._index.items()
+            view = self._view
+        order = by_key(keys)
+        return keys[order], ordinals[order], view
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def index_bytes(self) -> int:
+        return self._index.nbytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all records, superseded ones too."""
+        return sum(s.bytes for s in list(self.segments))
+
+    # -- writing
+
+    def append(self, keys: np.ndarray, rows: np.ndarray | None) -> int:
+        """Newest versions of rows (None: tombstones); bytes written. StorageFull: none of them is visible."""
+        with self.writing:
+            before = len(self.segments)
+            done: list[tuple[Segment, int, int]] = []
+            try:
+                at = 0
+                while at < len(keys):
+                    segment = self._with_room(len(keys) - at, fresh=bool(done))
+                    n = min(segment.room, len(keys) - at)
+                    part = None if rows is None else rows[at : at + n]
+                    done.append((segment, n, segment.append(keys[at : at + n], part)))
+                    at += n
+            except BaseException:
+                for segment in self.segments[before:]:
+                    segment.path.unlink(missing_ok=True)
+                del self.segments[before:]
+                raise
+            first = done[0][0].start + done[0][0].records
+            with self._reading:
+                for segment, n, check in done:
+                    segment.count(n, check)
+                self._index.put(keys, np.arange(first, first + len(keys), dtype=np.int32))
+                self._view = self._make_view()
+            return sum(n * segment.stride for segment, n, _ in done)
+
+    def _with_room(self, records: int, fresh: bool) -> Segment:
+        """The open segment, or a new one; ``fresh``: what the last one has room for is taken."""
+        last = self.segments[-1] if self.segments else None
+        if last is not None and last.generation == 0 and last.room > 0 and not fresh:
+            return last
+        if fresh:
+            assert last is not None
+            start = last.start + last.records + last.room
+        else:
+            start = 0 if last is None else last.start + last.records
+        records = min(records, 1 << 20)
+        if start + records > _MOST - (1 << 26):
+            start -= self._renumber()
+            if start + records > _MOST - (1 << 26):
+                raise StorageFull(None, 0, f"{last.path.parent if last else ''}: 2^31 rows wait to be committed")
+        segment = Segment.create(self._new_path(), self.table, self.row_bytes, start, records)
+        self.segments.append(segment)
+        return segment
+
+    def _renumber(self) -> int:
+        """Number records from 0 again; by how much they moved."""
+        shift = self.segments[0].start if self.segments else 0
+        with self._reading:
+            keys, ordinals = self._index.items()
+            index = RowIndex(len(keys))
+            index.put(keys, ordinals - np.int32(shift))
+            for segment in self.segments:
+                segment.start -= shift
+            self._index, self._view = index, self._make_view()
+        return shift
+
+    def freeze(self, generation: int) -> list[Segment]:
+        """What was written since the last time belongs to ``generation``; all segments not yet merged."""
+        with self.writing:
+            for segment in self.segments:
+                if segment.generation == 0:
+                    segment.generation = generation
+            return list(self.segments)
+
+    # -- replacing
+
+    def replace(self, loaded: Sequence[Segment]) -> None:
+        """These segments and nothing else, oldest first; the index is built from their records."""
+        with self.writing:
+            index = RowIndex(sum(s.records for s in loaded) // 2)
+            at = 0
+            for segment in loaded:
+                segment.start = at
+                at += segment.records
+                keys, _ = segment.keys()
+                index.put(keys, np.arange(segment.start, at, dtype=np.int32))
+            with self._reading:
+                self.segments = list(loaded)
+                self._index, self._view = index, self._make_view()
+
+    def forget(self, generation: int) -> list[Segment]:
+        """Rows up to ``generation`` are in the base now: leave them out, and return the segments they were in."""
+        with self.writing:
+            gone = [s for s in self.segments if 0 < s.generation <= generation]
+            if not gone:
+                return []
+            assert gone == self.segments[: len(gone)]
+            limit = gone[-1].start + gone[-1].records
+            keys, ordinals = self._index.items()
+            keep = ordinals >= limit
+            index = RowIndex(int(keep.sum()))
+            index.put(keys[keep], ordinals[keep])
+            with self._reading:
+                self.segments = self.segments[len(gone) :]
+                self._index, self._view = index, self._make_view()
+            return gone
+
+    def _make_view(self) -> View:
+        return View(
+            np.array([s.start for s in self.segments], np.int64),
+            np.array([s.first for s in self.segments], np.int64),
+            tuple(s.map for s in self.segments),
+        )
