@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import secrets
 import shutil
 import threading
 import zlib
@@ -56,7 +57,7 @@ class Savable(Protocol):
     def flush(self) -> None: ...
     def raw_rows(self, table: int, block: int) -> Iterator[tuple[Tensor, Tensor]]: ...
     def put_raw_rows(self, table: int, ids: Tensor, rows: Tensor) -> None: ...
-    def begin_restore(self, description: Mapping[str, Any] | None) -> None: ...
+    def begin_restore(self, description: Mapping[str, Any] | None, keep: Sequence[dict[str, Any]]) -> None: ...
     def extra_state(self) -> dict[str, Tensor]: ...
     def load_extra_state(self, state: dict[str, Tensor]) -> None: ...
     def committed(self, number: int) -> None: ...
@@ -106,6 +107,8 @@ class Checkpoints:
             raise ValueError(f"keep = {keep}, must be at least 1")
         self.folder = Path(folder)
         self.keep = keep
+        self.lineage = ""
+        """Random, made with the folder's first generation: tells these generations from those of any other folder."""
         self.generations: list[Generation] = self._read_manifest()
         self._lock: FolderLock | None = None
         self._saving: threading.Thread | None = None
@@ -265,7 +268,9 @@ class Checkpoints:
                 self._write_manifest([dataclasses.replace(g, disk=[change(d) for d in g.disk]) for g in current])
 
     def _write_manifest(self, generations: list[Generation]) -> None:
-        body = {"format": FORMAT, "version": VERSION, "generations": [dataclasses.asdict(g) for g in generations]}
+        self.lineage = self.lineage or secrets.token_hex(8)
+        listed = [dataclasses.asdict(g) for g in generations]
+        body = {"format": FORMAT, "version": VERSION, "lineage": self.lineage, "generations": listed}
         statefile.replace_json(self.folder, MANIFEST, {**body, "check": _check(body)})
         self.generations = generations
 
@@ -297,9 +302,9 @@ class Checkpoints:
             statefile.read_checked(folder, part["file"])
         state = statefile.unpack(content["state"], statefile.read_tensors(folder, content["tensors"]))
         extra_tensors = statefile.read_tensors(folder, content["extra_tensors"])
-        disk = iter(generation.disk)
+        others = [description for g in self.generations if g is not generation for description in g.disk]
         for store, mine in zip(stores, saved, strict=True):
-            store.begin_restore(next(disk) if mine["disk"] else None)
+            store.begin_restore(generation.disk[0] if mine["disk"] else None, others)
             store.steps[:] = [int(step) for step in mine["steps"]]
             store.load_extra_state(statefile.unpack(mine["extra"], extra_tensors))
         places = _places(stores)
@@ -340,6 +345,7 @@ class Checkpoints:
         body = {key: value for key, value in manifest.items() if key != "check"}
         if manifest.get("check") != _check(body):
             raise CorruptStore(f"{path}: the checksum does not match")
+        self.lineage = manifest["lineage"]
         return [Generation(**g) for g in manifest["generations"]]
 
     def _content(self, folder: Path, generation: Generation) -> dict[str, Any]:

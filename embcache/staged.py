@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from . import options
+from .cache import Front
 from .config import DTYPES, TableConfig
 from .errors import BadJagged, BadJaggedType, StaleLookup
 from .jagged import KeyedJaggedTensor
 from .layout import BAGS, FIRST, OFFSET, POOL, STRIDE, SUM, TABLE, TENSOR, PartLayout
-from .cache import Front
 
 
 def _version(tensor: Tensor) -> int:

@@ -353,9 +353,10 @@ class EmbeddingStore(StoreDisk):
         leases = [item.source.lease for item in pending]
         for item in pending:
             item.source.slots()  # pins every row before the first one changes
-        update = join(pending, self.frozen, self.front.admit(leases, self.frozen))
+        redirected = self.front.admit(leases, self.frozen)
+        update = join(pending, self.frozen, redirected)
         if self._normed:
-            self._renormalise([item.part for item in pending])
+            self._renormalise([item.part for item in pending], redirected or [None] * len(pending))
         rows = self.kernels.fused_update(
             self._slabs,
             self._written,
@@ -376,11 +377,11 @@ class EmbeddingStore(StoreDisk):
         self.discard()
         return rows
 
-    def _renormalise(self, parts: Sequence[Part]) -> None:
-        for part in parts:
+    def _renormalise(self, parts: Sequence[Part], redirected: Sequence[Tensor | None]) -> None:
+        for part, other in zip(parts, redirected, strict=True):
             for t in set(part.layout.tables) - self.frozen:
                 if self.tables[t].max_norm is not None:
-                    slots = part.slots()[part.positions(t)]
+                    slots = part.slots(other)[part.positions(t)]
                     options.renormalise_rows(self._slabs[t], self.tables[t], slots)
 
     # the store as a whole ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +26,15 @@ class StoreDisk(StoreRows):
     recovered_from: int | None
     """The generation that was found on disk when the store was opened, None where there was none."""
     _generation: int
+    _lineage: str
+    _flushed: int  # version of the rows when the last commit, or restore, copied them
+    _saved: int  # version of the rows in the last committed generation
     _checkpoints: Checkpoints | None
 
     def _open_disk(self) -> None:
         """Take the folder and read the last generation in it."""
         self.recovered_from, self._generation, self._checkpoints = None, 0, None
+        self._lineage, self._flushed, self._saved = secrets.token_hex(8), self.version, self.version
         durable = self.front.durable
         if durable is None:
             return
@@ -111,17 +116,30 @@ class StoreDisk(StoreRows):
     def flush(self) -> None:
         """Write every dirty row to the tier below; nothing is committed by it."""
         self.front.flush()
+        self._flushed = self.version
 
-    def begin_restore(self, description: Mapping[str, Any] | None) -> None:
-        """Every row reads as a tier's description says, or (None: a store in memory) as its initial value."""
+    @property
+    def lineage(self) -> str:
+        """Hex digits that tell this store's generations from those of any other."""
+        return self._lineage if self._checkpoints is None else self._checkpoints.lineage
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether rows have changed since the generation that ``generation`` names."""
+        return self.version != self._saved
+
+    def begin_restore(self, description: Mapping[str, Any] | None, keep: Sequence[dict[str, Any]] = ()) -> None:
+        """Every row reads as a tier's description says, or (None: a store in memory) as its initial value; ``keep``: of
+        other generations that may be asked for."""
         self.discard()
         if self.front.durable is not None:
             self.front.forget()
-            self.front.durable.restore(None if description is None else dict(description))
+            self.front.durable.restore(None if description is None else dict(description), keep)
         else:
             for t in range(len(self.tables)):
                 self.front.reset(t)
         self.version += 1
+        self._flushed = self.version
 
     def extra_state(self) -> dict[str, Tensor]:
         """What admission and expiry remember besides rows."""
@@ -133,7 +151,7 @@ class StoreDisk(StoreRows):
 
     def committed(self, number: int) -> None:
         """A generation with these rows exists."""
-        self._generation = number
+        self._generation, self._saved = number, self._flushed
 
     def _merged(self) -> None:
         durable = self.front.durable
