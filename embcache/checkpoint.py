@@ -1,8 +1,8 @@
 """Checkpoints: numbered generations, each complete or absent, committed by one rename.
 
 A folder holds ``manifest.json`` and a folder for each generation it lists. A generation has ``state.json`` and
-``state.safetensors`` (dense weights, optimizers, random state, data position: whatever the caller gives) and the rows of
-every embedding table:
+``state.safetensors`` (dense weights, optimizers, random state, data position: whatever the caller gives) and the rows
+of every embedding table:
 
 * of a store in memory, its *written* rows: ids, weights and optimizer state, in ``rows-*.safetensors`` of about
   ``PART_BYTES``. A row that was never written is a function of the seed and costs nothing;

@@ -10,9 +10,14 @@ from .config import TableConfig
 from .errors import SchemaMismatch
 
 
+def _cast(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """A view of rows as numbers; no rows at all may come from numpy with strides that torch cannot view."""
+    return (rows if rows.shape[0] else torch.empty(rows.shape, dtype=torch.uint8)).view(dtype)
+
+
 def weights(table: TableConfig, rows: Tensor) -> Tensor:
     """View [n, D], in the table's dtype, of whole rows uint8 [n, row_bytes]."""
-    return rows.view(table.dtype)[:, : table.embedding_dim]
+    return _cast(rows, table.dtype)[:, : table.embedding_dim]
 
 
 def states(table: TableConfig, rows: Tensor) -> Tensor:
@@ -20,14 +25,15 @@ def states(table: TableConfig, rows: Tensor) -> Tensor:
     if not table.state_floats:
         return torch.empty(rows.shape[0], 0)
     first = table.state_offset // 4
-    return rows.view(torch.float32)[:, first : first + table.state_floats]
+    return _cast(rows, torch.float32)[:, first : first + table.state_floats]
 
 
 def split(table: TableConfig, rows: Tensor) -> dict[str, Tensor]:
     """Copies of the parts by name: ``weight``, ``state``, and ``meta`` int32 [n, 2] where the table keeps it.
 
     >>> table = TableConfig("t", num_embeddings=4, embedding_dim=2)
-    >>> {name: list(part.shape) for name, part in split(table, torch.zeros(3, table.row_bytes, dtype=torch.uint8)).items()}
+    >>> parts = split(table, torch.zeros(3, table.row_bytes, dtype=torch.uint8))
+    >>> {name: list(part.shape) for name, part in parts.items()}
     {'weight': [3, 2], 'state': [3, 0]}
     """
     parts = {"weight": weights(table, rows).contiguous().clone(), "state": states(table, rows).contiguous().clone()}
@@ -39,7 +45,7 @@ def split(table: TableConfig, rows: Tensor) -> dict[str, Tensor]:
 def metas(table: TableConfig, rows: Tensor) -> Tensor:
     """View int32 [n, 2] of whole rows: step of the last update, number of updates."""
     first = table.meta_offset // 4
-    return rows.view(torch.int32)[:, first : first + 2]
+    return _cast(rows, torch.int32)[:, first : first + 2]
 
 
 def join(table: TableConfig, weight: Tensor, state: Tensor | None = None, meta: Tensor | None = None) -> Tensor:

@@ -172,8 +172,7 @@ class EmbeddingStore(StoreDisk):
             batch = options.repair(batch, named, self.tables, self.counts)
         parts: list[Part] = []
         try:
-            for layout in layouts:
-                parts.append(Part(layout, batch, self.front, training, overflow))
+            parts.extend(Part(layout, batch, self.front, training, overflow) for layout in layouts)
         except BaseException:
             Handle(batch, parts, device).release()
             raise
@@ -201,15 +200,15 @@ class EmbeddingStore(StoreDisk):
 
         return LookAhead(stage, loader, depth, ids, window, self.announce if window else None)
 
-    def announce(self, batch: Any) -> None:
-        """Tell the cache that a later batch needs these ids: policy="lookahead" keeps their rows. Never raises for what
-        is wrong with the batch; ``stage`` will."""
+    def announce(self, batch: Any, ahead: int) -> None:
+        """Tell the cache that the batch that will be staged ``ahead`` batches after the next one needs these ids:
+        policy="lookahead" keeps their rows. Never raises for what is wrong with the batch; ``stage`` will."""
         with contextlib.suppress(EmbcacheError):
             batch = KeyedJaggedTensor.adopt(batch)
             there = set(batch.keys())
             features = tuple(name for name in self.layouts.all_features if name in there)
             for layout in self.layouts.get(features, batch):
-                self.front.announce(layout.features, batch.values(), batch.offsets())
+                self.front.announce(layout.features, batch.values(), batch.offsets(), ahead)
 
     def lookup(self, handle: Handle) -> dict[str, Tensor]:
         """Outputs by feature: [B, D] pooled, [ids, D] unpooled; fp32, no gradient."""

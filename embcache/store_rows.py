@@ -37,6 +37,10 @@ class StoreRows:
         """Raise while gradients wait for the step."""
         raise NotImplementedError
 
+    def pending_tables(self) -> set[int]:
+        """Unfrozen tables with gradients waiting."""
+        raise NotImplementedError
+
     def discard(self) -> None:
         """Forget gathered gradients."""
         raise NotImplementedError
@@ -142,7 +146,7 @@ class StoreRows:
         self.version += 1
 
     def whole_weight(self, table: str) -> tuple[Tensor | None, Tensor]:
-        """(None, weights [rows, D]) of a bounded table, (ids, weights) of the written rows of an unbounded one; copies."""
+        """Copies: (None, weights [rows, D]) of a bounded table, (ids, weights) of an unbounded one's written rows."""
         t = self.index(table)
         if self.front.direct(t):
             return None, self.weight(table).clone(memory_format=torch.contiguous_format)
@@ -209,8 +213,8 @@ class StoreRows:
     def state_dict(self) -> dict[str, Any]:
         """A store in memory as plain tensors, copies. Of a table that lies whole in memory ``<table>.weight``,
         ``.state`` and ``.written`` (a bit a row); of a hashed one its written rows, ``<table>.ids``, ``.weight``,
-        ``.state`` (and ``.meta``); and ``<table>.step``. A store on disk: ``path`` and ``generation``. Pending gradients
-        raise."""
+        ``.state`` (and ``.meta``); and ``<table>.step``. A store on disk: ``path`` and ``generation``. Gradients that
+        wait raise."""
         self._settled()
         durable = self.front.durable
         if durable is not None:

@@ -359,7 +359,7 @@ def w5(work: dict[str, Any]) -> dict[str, Any]:
             now = store.front.stats()
             batches.close()
             unique = (now["hits"] - before["hits"]) / (now["unique_ids"] - before["unique_ids"])
-            uses = (now["occurrences_hit"] - before["occurrences_hit"]) / (n * work["w5_steps"])
+            uses = (now["ids_hit"] - before["ids_hit"]) / (n * work["w5_steps"])
             store.close()
             records.append({"drifting": drifting, "policy": policy, "window": window, "unique": unique, "uses": uses,
                             "of_static_unique": unique / best[0], "of_static_uses": uses / best[1],

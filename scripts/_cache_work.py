@@ -134,7 +134,7 @@ class Split:
             "hit_rate": change["hits"] / max(1, change["unique_ids"]),
             "misses_per_step": change["misses"] / steps,
             "evictions_per_step": change["evictions"] / steps,
-            "written_back_per_step": change["written_back"] / steps,
+            "written_back_per_step": change["rows_written_back"] / steps,
         }
 
 

@@ -82,6 +82,9 @@ class DurableTier(BackTier, Protocol):
     def sync(self) -> None:
         """Everything frozen is on the disk afterwards; may run while new rows are written."""
 
+    def changed_since(self, table: int, generation: int) -> np.ndarray | None:
+        """Keys (ascending as unsigned numbers, each once) written or deleted after a generation; None: not known."""
+
     def sealed(self, number: int, horizon: int) -> None:
         """The manifest names generation ``number``; no generation before ``horizon`` will be asked for again, so rows
         up to it may be merged, in the background."""

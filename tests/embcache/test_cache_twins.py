@@ -88,7 +88,7 @@ def test_every_policy_on_every_stream(tmp_path: Path, policy: Any, kind: str) ->
         stats = twins(tmp_path, kind, 8, cache, ahead, seed=cache, policy=policy)
         if kind == "hits" and cache == 24:
             assert stats["misses"] == 6 * 3  # of each table once
-        if kind == "large":
+        if kind == "large" and cache == 24:
             assert stats["evictions"] > 0
 
 
@@ -262,6 +262,7 @@ def test_evaluation_never_writes_inserts_or_moves_a_row(tmp_path: Path, below: s
     plain, cached = pair(tmp_path, 15, below=below)
     for store in (plain, cached):
         train(store, stream("zipf", 6))
+    evaluate(cached, next(stream("zipf", 1)))  # what training left in the overflow extent goes down with the next batch
     before = settled(cached)
     resident = [arena.slot_ids[:15].clone() for arena in cached.front.arenas]
     for batch in stream("large", 5, 7):
@@ -272,7 +273,7 @@ def test_evaluation_never_writes_inserts_or_moves_a_row(tmp_path: Path, below: s
         learn(cached, handle, 0)
     handle.release()
     after = settled(cached)
-    assert (after["evictions"], after["written_back"]) == (before["evictions"], before["written_back"])
+    assert (after["evictions"], after["rows_written_back"]) == (before["evictions"], before["rows_written_back"])
     assert all(torch.equal(a, arena.slot_ids[:15]) for a, arena in zip(resident, cached.front.arenas, strict=True))
     same_rows(plain, cached)
     cached.close()
