@@ -41,7 +41,7 @@ from .layout import LayoutCache
 from .lookahead import LookAhead
 from .optim import HYPER, STEP
 from .staged import Gathered, Handle, Part, join
-from .store_disk import StoreDisk, tables_of
+from .store_disk import StoreDisk, check_folder, tables_of
 from .tiers import Lmdb, Ram
 
 
@@ -70,6 +70,7 @@ class EmbeddingStore(StoreDisk):
         self.tiers = [Ram()] if tiers is None else list(tiers)
         self.backend = backend
         self.kernels = kernels.get(cast(Any, backend))
+        check_folder(self.tables, self.tiers)
         self.front = open_chain(self.tables, self.tiers, self.kernels)
         self.names = [table.name for table in self.tables]
         self.rules = [table.optimizer for table in self.tables]

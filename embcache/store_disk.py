@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from . import schema
 from .cache import Front
 from .checkpoint import Checkpoints
 from .config import TableConfig
@@ -175,6 +176,15 @@ class StoreDisk(StoreRows):
         finally:
             self.front.close()
             self._checkpoints = None
+
+
+def check_folder(tables: Sequence[TableConfig], tiers: Sequence[Any]) -> None:
+    """Raise SchemaMismatch where the last tier is a folder whose generations have other tables."""
+    folder = getattr(tiers[-1], "folder", None) if tiers else None
+    if folder is not None:
+        saved = Checkpoints(folder)
+        if saved.latest is not None:
+            schema.agree(saved.tables(), tables, f"tables of {folder}")
 
 
 def tables_of(folder: str | Path) -> Sequence[TableConfig]:

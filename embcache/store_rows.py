@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import records
+from . import records, tablefile
 from .cache import Front
 from .config import TableConfig
 from .errors import BadConfig, IdOutOfRange, NotSupported, SchemaMismatch
@@ -169,6 +170,14 @@ class StoreRows:
             rows = self.front.read_rows(t, ids)
             records.weights(self.tables[t], rows).copy_(block)
             self.put_raw_rows(t, ids, rows)
+
+    def load_table(self, table: str, source: Any, *, ids: Any = None) -> int:
+        """Replace rows by those of a file or array, in blocks; see ``embcache.tablefile.load_table``."""
+        return tablefile.load_table(self, table, source, ids=ids)
+
+    def export_table(self, table: str, path: str | Path, *, rows: str | None = None, state: bool = False) -> int:
+        """Write a table to ``.npy`` or ``.parquet``, in blocks; see ``embcache.tablefile.export_table``."""
+        return tablefile.export_table(self, table, path, rows=rows, state=state)
 
     # optimizer state, by index ----------------------------------------------------------------------------------
 
