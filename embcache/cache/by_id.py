@@ -14,6 +14,7 @@ from ..tiers.base import BackTier
 from .direct import DirectTable
 from .hot import HotTable, ascending
 from .lease import Turn
+from .merged import merged
 
 
 class FrontRows:
@@ -120,41 +121,12 @@ class FrontRows:
         with self._stage_lock:
             resident = engine.slot_ids[engine.flagged(EXISTS, EXISTS)]
         resident = resident[ascending(resident)]
-        if engine.below is None:
-            for start in range(0, len(resident), block):
-                yield self._copied(engine, resident[start : start + block])
-            return
-        yield from self._merged(engine, resident, block)
+        for keys, rows in merged(engine.stored(block), resident, lambda keys: self._copies(engine, keys), block):
+            yield torch.from_numpy(keys), torch.from_numpy(rows)
 
-    def _copied(self, table: HotTable, keys: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _copies(self, table: HotTable, keys: np.ndarray) -> np.ndarray:
         with self._stage_lock:
-            rows = table.read_rows(keys)
-        return torch.from_numpy(keys.copy()), torch.from_numpy(rows)
-
-    def _merged(self, table: HotTable, resident: np.ndarray, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Resident rows and those below, of which a resident one counts."""
-        order, at = resident.view(np.uint64), 0
-        for keys, rows in table.stored(block):
-            if not len(keys):
-                continue
-            stop = int(np.searchsorted(order, keys.view(np.uint64)[-1], side="right"))
-            mine, at = resident[at:stop], stop
-            yield from self._joined(table, keys, rows, mine, block)
-        for start in range(at, len(resident), block):
-            yield self._copied(table, resident[start : min(start + block, len(resident))])
-
-    def _joined(
-        self, table: HotTable, keys: np.ndarray, rows: np.ndarray, mine: np.ndarray, block: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        if len(mine):
-            other = ~np.isin(keys, mine, assume_unique=True)
-            newer = self._copied(table, mine)[1].numpy()
-            keys, rows = np.concatenate([keys[other], mine]), np.concatenate([rows[other], newer])
-            order = ascending(keys)
-            keys, rows = keys[order], rows[order]
-        for start in range(0, len(keys), block):
-            part = slice(start, start + block)
-            yield torch.from_numpy(keys[part].copy()), torch.from_numpy(rows[part].copy())
+            return table.read_rows(keys)
 
     def count_written(self, t: int) -> int:
         """Rows that differ from their initial value."""

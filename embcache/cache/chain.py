@@ -15,10 +15,12 @@ from ..tiers.rows import RowStore
 from .direct import DirectTable
 from .front import Front
 from .hot import HotTable
+from .middle import Middle
 from .slots import SlotArrays
 
 MOST_SLOTS = 2**31 - 2  # the index holds a slot + 1 in 31 bits
 OVERFLOW_ROWS = 2**27
+ROW_EXTRA = SlotArrays.BYTES + 32  # bytes of a cached row besides itself: index 24, score 8
 OVERFLOW_BYTES = 64 << 30
 OVERFLOW_TOTAL = 4 << 40  # bytes of address space for the overflow extents of all tables
 
@@ -47,18 +49,32 @@ def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: Mod
         raise BadConfig(
             f"tiers = [{last!r}]: lookups read memory, so the first tier is Ram(rows=...) or Ram(bytes=...)"
         )
-    bottom: BackTier = RowStore() if isinstance(last, Ram) else last
-    bottom.open(tables)
-    chain = [bottom]
-    rows = tiers[0].split(tables, SlotArrays.BYTES + 32)
-    return Front(
-        tables,
-        [
-            _cached(t, table, n, tiers[0].policy, chain[0], len(tables))
-            for t, (table, n) in enumerate(zip(tables, rows, strict=True))
-        ],
-        chain,
-    )
+    below = _below(tables, tiers)
+    try:
+        rows = tiers[0].split(tables, ROW_EXTRA)
+        engines = [_cached(t, table, rows[t], tiers[0].policy, below[0], len(tables)) for t, table in enumerate(tables)]
+        return Front(tables, engines, below)
+    except BaseException:
+        for tier in below:
+            tier.close()
+        raise
+
+
+def _below(tables: Sequence[TableConfig], tiers: Sequence[Any]) -> list[BackTier]:
+    """The tiers below the first, opened, nearest first."""
+    last = tiers[-1]
+    chain: list[BackTier] = [RowStore() if isinstance(last, Ram) else last]
+    chain[0].open(tables)
+    try:
+        for tier in reversed(tiers[1:-1]):
+            middle = Middle(tier.split(tables, ROW_EXTRA), tier.policy, chain[0])
+            middle.open(tables)
+            chain.insert(0, middle)
+    except BaseException:
+        for tier in chain:
+            tier.close()
+        raise
+    return chain
 
 
 def _whole(tables: Sequence[TableConfig], kernels: ModuleType) -> list[DirectTable | HotTable]:

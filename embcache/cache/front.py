@@ -33,6 +33,7 @@ from .lease import IN_CACHE, IN_OVERFLOW, Lease, Turn
 from .slots import SlotArrays
 
 Range = tuple[int, int]
+RELEASED = "this lease was released: stage the batch again"
 STAGES = ("dedup_probe", "evict_write", "miss_read", "insert")
 
 
@@ -64,7 +65,7 @@ class Front(FrontRows):
         self._wide = any(e.rows >= 2**31 for e in self._direct.values())
         self.arenas = [self._arena(t) for t in range(len(self.tables))]
         self._tick = 0
-        self._stats = {"stages": 0, "unique_ids": 0, "hits": 0, "misses": 0, "ids": 0, "ids_hit": 0}
+        self._stats = {"stages": 0, "unique_ids": 0, "hits": 0, "misses": 0, "ids": 0, "ids_hit": 0, "rows_restaged": 0}
         self._seconds = dict.fromkeys(STAGES, 0.0)
 
     def _arena(self, t: int) -> Arena:
@@ -101,15 +102,20 @@ class Front(FrontRows):
         lease = Lease(training, len(ids), int((ranges[:, 1] - ranges[:, 0]).sum()), ranges)
         with self._stage_lock:
             self._stage(lease, groups, ids, overflow)
-        dtype = torch.int64 if self._wide else torch.int32
-        if whole:
-            lease.out = values.to(dtype, copy=True)
-        elif len(ids) == len(lease.unique):
-            lease.out = torch.empty(len(ids), dtype=dtype)
-        else:  # ids of no feature: any slot will do
-            lease.out = torch.zeros(len(ids), dtype=dtype)
-        cpu.spread(lease.ranges, lease.positions, lease.slots, lease.out.numpy())
+        try:
+            lease.out = self._out(values, len(ids) == len(lease.unique), whole)
+            cpu.spread(lease.ranges, lease.positions, lease.slots, lease.out.numpy())
+        except BaseException:
+            self.release(lease)
+            raise
         return lease
+
+    def _out(self, values: Tensor, covered: bool, direct: bool) -> Tensor:
+        """Where the slots go; ids of direct tables are slots already, for those of no feature any slot will do."""
+        dtype = torch.int64 if self._wide else torch.int32
+        if direct:
+            return values.to(dtype, copy=True)
+        return torch.empty(len(values), dtype=dtype) if covered else torch.zeros(len(values), dtype=dtype)
 
     def _ranges(self, features: Tensor, offsets: Tensor | None) -> tuple[dict[int, list[Range]], bool]:
         """(positions of the ids of each hashed table, whether a table that is not is among them)."""
@@ -125,7 +131,9 @@ class Front(FrontRows):
             groups.setdefault(t, []).append(found)
         return groups, direct
 
-    def _stage(self, lease: Lease, groups: dict[int, list[Range]], ids: np.ndarray, overflow: bool) -> None:
+    def _stage(
+        self, lease: Lease, groups: dict[int, list[Range]], ids: np.ndarray, overflow: bool, again: bool = False
+    ) -> None:
         """Under the stage lock: fill a lease's arrays by row and pin; nothing has changed if it raises."""
         begin = perf_counter()
         done: list[tuple[HotTable, int, np.ndarray]] = []
@@ -156,7 +164,7 @@ class Front(FrontRows):
                 lease.pinned = True
             self._seconds["dedup_probe"] += perf_counter() - begin
             self._reclaim()
-            self._fill(lease, done, overflow)
+            self._fill(lease, done, overflow, again)
         except BaseException:
             self._forget_misses(lease, done)
             raise
@@ -171,7 +179,7 @@ class Front(FrontRows):
             rows = slice(first, first + int(state[cpu.UNIQUE]))
             table.index.delete(lease.unique[rows][lease.slots[rows] < 0])
 
-    def _fill(self, lease: Lease, done: list[tuple[HotTable, int, np.ndarray]], overflow: bool) -> None:
+    def _fill(self, lease: Lease, done: list[tuple[HotTable, int, np.ndarray]], overflow: bool, again: bool) -> None:
         fills = []
         hits = []
         for table, first, state in done:
@@ -182,9 +190,12 @@ class Front(FrontRows):
                 slots, counts = slots[slots >= 0], counts[slots >= 0]
             if len(slots):
                 hits.append((table, slots, counts))
-        tick = self._tick + 1
+        tick = self._tick if again else self._tick + 1
         self._make_room(fills, overflow)
         self._bring(fills, tick)
+        if again:
+            self._stats["rows_restaged"] += sum(len(fill.keys) for fill in fills)
+            return
         if lease.training:
             self._tick = tick
             for table, slots, counts in hits:
@@ -286,9 +297,7 @@ class Front(FrontRows):
             return lease
         if lease.pinned:
             return lease.out
-        if not lease.open or not self._repin(lease):
-            if not lease.open:
-                raise StaleLookup("this lease was released: stage the batch again")
+        if not self._repin(lease):
             with self._stage_lock:
                 if not self._repin(lease):
                     self._restage(lease)
@@ -297,6 +306,8 @@ class Front(FrontRows):
     def _repin(self, lease: Lease) -> bool:
         a = self._arrays
         with self._turn:
+            if not lease.open:
+                raise StaleLookup(RELEASED)
             lease.pinned = bool(
                 cpu.repin(lease.segments, lease.slots, lease.unique, a.slot_ids, a.pins, a.flags, lease.overflow_held)
             )
@@ -310,17 +321,22 @@ class Front(FrontRows):
                 lease.overflow_held = False
         again = Lease(lease.training, len(lease.unique), len(lease.unique), lease.ranges)
         groups = {int(t): [(int(s[1]), int(s[2]))] for t, s in zip(lease.tables, lease.segments, strict=True)}
-        self._stage(again, groups, lease.unique, True)
-        slots, unique = lease.slots, lease.unique  # the same rows in the same order, but without gaps between segments
-        moved = np.full(len(slots), -1, dtype=np.int32)
+        self._stage(again, groups, lease.unique, True, again=True)
+        moved = np.full(len(lease.slots), -1, dtype=np.int32)
+        # the same rows in the same order, but without gaps between segments
         for old, new in zip(lease.segments, again.segments, strict=True):
             moved[old[1] : old[2]] = again.slots[new[1] : new[2]]
-            assert np.array_equal(unique[old[1] : old[2]], again.unique[new[1] : new[2]])
-        out = lease.out.clone()
-        cpu.spread(lease.ranges, lease.positions, moved, out.numpy())
-        with self._turn:
-            lease.slots, lease.out = moved, out
-            lease.pinned, lease.overflow_held = True, True
+        try:
+            out = lease.out.clone()
+            cpu.spread(lease.ranges, lease.positions, moved, out.numpy())
+            with self._turn:
+                if not lease.open:
+                    raise StaleLookup(RELEASED)
+                lease.slots, lease.out = moved, out
+                lease.pinned, lease.overflow_held = True, True
+        except BaseException:
+            self.release(again)
+            raise
 
     def relax(self, lease: Any) -> None:
         """Until the next ``slots`` the rows may leave; those in the overflow extent stay until ``release``."""

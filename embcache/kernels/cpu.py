@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .index import AHEAD, ENTRY, ENTRY_BYTES, find, home, set_entry
-from .jit import kernel
+from .jit import I64, inline, kernel
 from .rawmem import copy_bytes, prefetch, zero_bytes
 
 DIRTY = np.uint8(1)  # newer than in the tier below
@@ -20,6 +20,7 @@ BELOW = np.uint8(8)  # the tier below has a record of it
 OVERFLOW = np.uint8(16)  # in the overflow extent: stays pinned until its last lease ends
 
 COUNT, UNIQUE, MISSES = 0, 1, 2  # of the state of a pass
+BLOCK = 32  # keys whose memory is fetched ahead
 
 
 @kernel
@@ -44,53 +45,62 @@ def locate(
     agrees.
     """
     n, capacity = keys.shape[0], entries.shape[0] // ENTRY
-    base, homes = entries.ctypes.data, np.empty(AHEAD, np.int64)
-    for i in range(begin, min(begin + AHEAD, n)):
-        homes[i % AHEAD] = home(keys[i], capacity)
-        prefetch(base + homes[i % AHEAD] * ENTRY_BYTES)
+    base, scratch = entries.ctypes.data, where.ctypes.data
+    homes, words = np.empty(2 * BLOCK, np.int64), np.empty(BLOCK, np.int64)
     count, u, missed = state[COUNT], state[UNIQUE], state[MISSES]
-    stop = n
-    for i in range(begin, n):
-        key, start = keys[i], homes[i % AHEAD]
-        if i + AHEAD < n:
-            later = home(keys[i + AHEAD], capacity)
-            homes[i % AHEAD] = later
-            prefetch(base + later * ENTRY_BYTES)
-        e = find(entries, capacity, key, start)
-        word = np.int64(entries[e + 2])
-        if word > 0:
-            k = np.int64(where[word - 1])
-            if k < u and slots[k] == word - 1:
-                counts[k] += 1
-                positions[i] = first + k
-                continue
-            where[word - 1] = u
-            slots[u] = word - 1
-        elif word < 0:
-            counts[-word - 1] += 1
-            positions[i] = first - word - 1
-            continue
-        else:
-            if count >= limit:
-                stop = i
-                break
-            set_entry(entries, e, key, -(u + 1))
-            count += 1
-            missed += 1
-            slots[u] = -1
-        unique[u], counts[u] = key, 1
-        positions[i] = first + u
-        u += 1
+    for i in range(begin, min(begin + BLOCK, n)):
+        homes[i % (2 * BLOCK)] = home(keys[i], capacity)
+        prefetch(base + homes[i % (2 * BLOCK)] * ENTRY_BYTES)
+    for left in range(begin, n, BLOCK):  # by blocks: entries of the next one and scratch of this one are on their way
+        right = min(left + BLOCK, n)
+        for i in range(right, min(right + BLOCK, n)):
+            homes[i % (2 * BLOCK)] = home(keys[i], capacity)
+            prefetch(base + homes[i % (2 * BLOCK)] * ENTRY_BYTES)
+        for i in range(left, right):
+            word = np.int64(entries[find(entries, capacity, keys[i], homes[i % (2 * BLOCK)]) + 2])
+            words[i - left] = word
+            if word > 0:
+                prefetch(scratch + (word - 1) * 4)
+        for i in range(left, right):
+            word, key = words[i - left], keys[i]
+            if word > 0:
+                k = np.int64(where[word - 1])
+                if k < u and slots[k] == word - 1:
+                    counts[k] += 1
+                    positions[i] = first + k
+                    continue
+                where[word - 1] = u
+                slots[u] = word - 1
+            else:
+                e = find(entries, capacity, key, homes[i % (2 * BLOCK)])
+                if entries[e + 2] != 0:  # a key of this batch that was missing before
+                    k = -np.int64(entries[e + 2]) - 1
+                    counts[k] += 1
+                    positions[i] = first + k
+                    continue
+                if count >= limit:
+                    state[COUNT], state[UNIQUE], state[MISSES] = count, u, missed
+                    return i
+                set_entry(entries, e, key, -(u + 1))
+                count += 1
+                missed += 1
+                slots[u] = -1
+            unique[u], counts[u] = key, 1
+            positions[i] = first + u
+            u += 1
     state[COUNT], state[UNIQUE], state[MISSES] = count, u, missed
-    return stop
+    return n
 
 
 @kernel
 def pin(segments: np.ndarray, slots: np.ndarray, pins: np.ndarray) -> None:
     """One pin more for each slot that is not -1."""
+    pins_at = pins.ctypes.data
     for s in range(segments.shape[0]):
-        base = segments[s, 0]
-        for k in range(segments[s, 1], segments[s, 2]):
+        base, last = segments[s, 0], segments[s, 2]
+        for k in range(segments[s, 1], last):
+            if k + AHEAD < last:
+                prefetch(pins_at + 4 * (base + slots[k + AHEAD]))
             if slots[k] >= 0:
                 pins[base + slots[k]] += 1
 
@@ -98,9 +108,14 @@ def pin(segments: np.ndarray, slots: np.ndarray, pins: np.ndarray) -> None:
 @kernel
 def unpin(segments: np.ndarray, slots: np.ndarray, pins: np.ndarray, flags: np.ndarray, what: int) -> None:
     """One pin less for each slot that is not -1: of all rows (``what`` 0), those in the cache (1) or overflow (2)."""
+    pins_at, flags_at = pins.ctypes.data, flags.ctypes.data
     for s in range(segments.shape[0]):
-        base = segments[s, 0]
-        for k in range(segments[s, 1], segments[s, 2]):
+        base, last = segments[s, 0], segments[s, 2]
+        for k in range(segments[s, 1], last):
+            if k + AHEAD < last:
+                later = base + slots[k + AHEAD]
+                prefetch(pins_at + 4 * later)
+                prefetch(flags_at + later)
             if slots[k] >= 0:
                 g = base + slots[k]
                 if what == 0 or (what == 2) == ((flags[g] & OVERFLOW) != 0):
@@ -118,19 +133,35 @@ def repin(
     overflow_held: bool,
 ) -> bool:
     """Pin rows that may have left since; False, and nothing pinned, where one is no longer in its slot."""
+    ids_at, pins_at, flags_at = slot_ids.ctypes.data, pins.ctypes.data, flags.ctypes.data
     for s in range(segments.shape[0]):
-        base = segments[s, 0]
-        for k in range(segments[s, 1], segments[s, 2]):
+        base, last = segments[s, 0], segments[s, 2]
+        for k in range(segments[s, 1], last):
+            if k + AHEAD < last:
+                later = base + slots[k + AHEAD]
+                prefetch(ids_at + 8 * later)
+                prefetch(pins_at + 4 * later)
+                prefetch(flags_at + later)
             g = base + slots[k]
             if slot_ids[g] != unique[k] or (flags[g] & READY) == 0:
+                _undo(segments, slots, pins, flags, overflow_held, s, k)
                 return False
-    for s in range(segments.shape[0]):
-        base = segments[s, 0]
-        for k in range(segments[s, 1], segments[s, 2]):
-            g = base + slots[k]
             if not (overflow_held and (flags[g] & OVERFLOW) != 0):
                 pins[g] += 1
     return True
+
+
+@inline
+def _undo(
+    segments: np.ndarray, slots: np.ndarray, pins: np.ndarray, flags: np.ndarray, held: bool, stop: I64, end: I64
+) -> None:
+    """Take back the pins of ``repin`` before row ``end`` of segment ``stop``."""
+    for s in range(stop + 1):
+        base = segments[s, 0]
+        for k in range(segments[s, 1], end if s == stop else segments[s, 2]):
+            g = base + slots[k]
+            if not (held and (flags[g] & OVERFLOW) != 0):
+                pins[g] -= 1
 
 
 @kernel

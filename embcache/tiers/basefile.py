@@ -340,7 +340,7 @@ def _map_size(used: int) -> int:
             size = free // 2 // (1 << 20) * (1 << 20)
             if size < max(_SMALLEST_MAP, 2 * used):
                 raise BadConfig(
-                    f"the limit on address space (RLIMIT_AS, ulimit -v) is {limit:,} bytes, of which {free:,} are left: "
+                    f"the limit on address space (RLIMIT_AS, ulimit -v) is {limit:,} bytes, {free:,} are left: "
                     f"a disk store needs {2 * max(_SMALLEST_MAP, 2 * used):,} or more; it occupies no memory"
                 )
             return min(size, _LARGEST_MAP)

@@ -17,6 +17,7 @@ import itertools
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,21 @@ from typing import Any
 import numpy as np
 
 from ..config import TableConfig
-from ..errors import BadConfig, CorruptStore, ForkError, FormatVersion, NotSupported, StorageFull
+from ..errors import BadConfig, CorruptStore, ForkError, NotSupported
 from ..lock import FolderLock
 from ..statefile import sync_folder
 from . import compact, scanning
 from .base import Block
 from .basefile import BaseFile, Snapshot
 from .changes import Changes
-from .merge import MergeFailed, run_merge
+from .description import described, parsed, trimmed
+from .merge import Merger
+from .merge_rows import distinct
 from .overlay import Overlay
 from .segment import Segment
 
 __all__ = ["Lmdb", "StaleDescription"]
 
-FORMAT, VERSION = "embcache-rows", 1
-_MANY_FILES = 1024
 _LINEAGE = 10_000  # generation numbers remembered in a description
 
 
@@ -80,7 +81,7 @@ class Lmdb:
         self.folder = Path(path)
         self.readonly, self.overlay_bytes, self.changes_bytes = readonly, overlay_bytes, changes_bytes
         self.on_merged: Callable[[], None] = lambda: None
-        self._base: BaseFile | None = None
+        self._merger: Merger | None = None
         self._pid = 0
 
     def fresh(self) -> Lmdb:
@@ -101,9 +102,11 @@ class Lmdb:
     def open(self, tables: Sequence[TableConfig]) -> None:
         """Open or make the files. StoreLocked: another process writes here; CorruptStore, FormatVersion: nothing was
         written; BadConfig: the address space is limited too much."""
-        if self._base is not None:
+        if self._merger is not None:
             raise BadConfig(f"this Lmdb({str(self.folder)!r}) already serves another store; give each store its own")
         self._row_bytes = [t.row_bytes for t in tables]
+        self._segments = self.folder / "segments"
+        self._changes = Changes(self.folder / "changes", self.changes_bytes)
         self._lock: FolderLock | None = None
         self._reading: compact.ReaderLock | None = None
         if self.readonly:
@@ -112,14 +115,13 @@ class Lmdb:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock.take(self.folder)
         base = BaseFile.open(self.folder, self._row_bytes, create=not self.readonly)
+        owner = 0
         try:
-            self._segments, changes = self.folder / "segments", self.folder / "changes"
-            self._changes = Changes(changes, self.changes_bytes)
             if not self.readonly:
-                self._segments.mkdir(exist_ok=True)
-                changes.mkdir(exist_ok=True)
+                for folder in (self._segments, self._changes.folder):
+                    folder.mkdir(exist_ok=True)
                 compact.ReaderLock.make(self.folder)
-                self._owner = base.claim()
+                owner = base.claim()
         except BaseException:
             base.close()
             raise
@@ -128,22 +130,28 @@ class Lmdb:
             Overlay(t, size, lambda t=t: self._segments / f"{t:04d}-{prefix}-{next(numbers):06x}.rows")  # type: ignore[misc]
             for t, size in enumerate(self._row_bytes)
         ]
-        self._held: Snapshot | None = None
-        self._state = threading.RLock()  # guards the fields below
-        self._swept, self._base_used = False, False
-        self._generation, self._sealed, self._horizon, self._merged = 0, 0, 0, 0
-        self._lineage: list[int] = []
-        self._abandoned: list[tuple[int, Path]] = []
-        self._merging: threading.Thread | None = None
-        self._failure: Exception | None = None
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._counting = threading.Lock()
         self._gate = compact.Gate()
-        self._base, self._pid = base, os.getpid()
+        self._held: Snapshot | None = None
+        self._swept, self._generation = False, 0  # these and the next two are guarded by the merger's lock
+        self._lineage: list[int] = []
+        self._abandoned: list[tuple[int, Path]] = []
+        self._pid = os.getpid()
+        self._merger = Merger(
+            self.folder,
+            base,
+            self._overlays,
+            owner,
+            self.overlay_bytes,
+            self._changes,
+            lambda: self.on_merged(),
+            self._count,
+        )
 
-    def _check(self, writing: bool = False) -> BaseFile:
-        base = self._base
-        if base is None:
+    def _check(self, writing: bool = False) -> Merger:
+        merger = self._merger
+        if merger is None:
             raise RuntimeError(f"the store in {self.folder} is closed")
         if os.getpid() != self._pid:
             raise ForkError(
@@ -152,11 +160,12 @@ class Lmdb:
             )
         if writing and self.readonly:
             raise NotSupported(f"the store in {self.folder} was opened with readonly=True")
-        return base
+        return merger
 
     def close(self) -> None:
         """Wait for a merge that runs, and close the files. What was not frozen is gone."""
-        if self._base is None:
+        merger = self._merger
+        if merger is None:
             return
         if os.getpid() == self._pid:
             self.wait()
@@ -165,8 +174,8 @@ class Lmdb:
             for overlay in self._overlays:
                 for segment in overlay.segments:
                     segment.close()
-            self._base.close()
-        self._base, self._held, self._lock, self._reading = None, None, None, None
+            merger.base.close()
+        self._merger, self._held, self._lock, self._reading = None, None, None, None
         self._overlays = []
 
     # -- rows
@@ -176,19 +185,17 @@ class Lmdb:
         if self._held is not None:
             yield self._held
             return
-        with self._gate:
-            base = self._check()
-            with base.snapshot() as snapshot:
-                yield snapshot
+        with self._gate, self._check().base.snapshot() as snapshot:
+            yield snapshot
 
     def read(self, table: int, keys: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Fill ``out`` with the rows that are there; bool [n] says which. CorruptStore if the base is damaged."""
-        self._check()
+        merger = self._check()
         began = time.perf_counter()
         # first the overlay, then a snapshot: what a merge moves from one to the other is seen in one of them
         ordinals, view = self._overlays[table].look(keys)
         state, found = self._overlays[table].fill(ordinals, view, out)
-        if found < len(keys) and self._base_used:
+        if found < len(keys) and merger.base_used:
             with self._snapshot() as snapshot:
                 below = snapshot.fill(table, keys, state, out)
             self._count(rows_read_base=below)
@@ -254,14 +261,14 @@ class Lmdb:
     def changed_since(self, table: int, generation: int) -> np.ndarray | None:
         """Keys (int64, ascending as unsigned numbers, each once) written or deleted after ``generation``; a key may be
         among them whose row is the same again. None: not known any more, or not a generation that led to this one."""
-        self._check()
-        with self._state:
+        merger = self._check()
+        with merger.state:
             known = generation == 0 or generation in self._lineage
             overlay = self._overlays[table]
             with overlay.writing:
                 newer = [s for s in overlay.segments if s.generation == 0 or s.generation > generation]
                 lists = [s.keys()[0].view(np.uint64) for s in newer]
-            merged = self._merged
+            merged = merger.merged
         if not known:
             return None
         if generation < merged:
@@ -271,37 +278,27 @@ class Lmdb:
             lists += older
         if not lists:
             return np.zeros(0, np.int64)
-        return np.unique(np.concatenate(lists)).view(np.int64)
+        return distinct(np.concatenate(lists)).view(np.int64)
 
     # -- generations
 
     def freeze(self, number: int) -> dict[str, Any]:
         """What was written so far is generation ``number``: its description as JSON. Nothing is on the disk for certain
         before ``sync``. The same number may be frozen again, after a commit that failed."""
-        self._check(writing=True)
-        with self._state:
+        merger = self._check(writing=True)
+        with merger.state:
             for overlay in self._overlays:
                 overlay.freeze(number)
             self._generation = number
             if not self._lineage or self._lineage[-1] != number:
                 self._lineage = [*self._lineage[-_LINEAGE:], number]
-            return self._describe()
-
-    def _describe(self) -> dict[str, Any]:
-        chain = [s for overlay in self._overlays for s in overlay.segments if s.generation]
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "generation": self._generation,
-            "merged": self._merged,
-            "lineage": list(self._lineage),
-            "segments": [s.describe() for s in chain],
-        }
+            chain = [s for overlay in self._overlays for s in overlay.segments if s.generation]
+            return described(number, merger.merged, self._lineage, [s.describe() for s in chain])
 
     def sync(self) -> None:
         """Everything frozen is on the disk afterwards. StorageFull where there is no room; it can be tried again."""
-        self._check(writing=True)
-        with self._state:
+        merger = self._check(writing=True)
+        with merger.state:
             waiting = [s for o in self._overlays for s in o.segments if s.generation and not s.synced]
         for segment in waiting:
             segment.sync()
@@ -311,21 +308,21 @@ class Lmdb:
 
     def sealed(self, number: int, horizon: int) -> None:
         """The manifest names ``number``, and nothing before ``horizon`` will be asked for: a merge may begin."""
-        self._check(writing=True)
-        with self._state:
-            self._sealed, self._horizon = number, min(horizon, number)
-            gone = [path for last, path in self._abandoned if last < self._horizon]
-            self._abandoned = [(last, path) for last, path in self._abandoned if last >= self._horizon]
+        merger = self._check(writing=True)
+        with merger.state:
+            merger.horizon = min(horizon, number)
+            gone = [path for last, path in self._abandoned if last < merger.horizon]
+            self._abandoned = [(last, path) for last, path in self._abandoned if last >= merger.horizon]
         for path in gone:
             path.unlink(missing_ok=True)
-        if self._should_merge():
-            self.merge(wait=False)
+        if merger.failure is not None:
+            warnings.warn(f"{self.folder}: the last merge failed and is tried again: {merger.failure}", stacklevel=2)
+        if merger.due():
+            merger.start(wait=False)
 
     def trimmed(self, description: dict[str, Any]) -> dict[str, Any]:
         """A description without the segments that are merged; both give the same rows."""
-        merged = self._merged
-        kept = [s for s in description["segments"] if int(s["generation"]) > merged]
-        return {**description, "merged": max(merged, int(description["merged"])), "segments": kept}
+        return trimmed(description, self._check().merged)
 
     def restore(self, description: dict[str, Any] | None, keep: Sequence[dict[str, Any]] = ()) -> None:
         """The rows are exactly those of a description (None: there were never any).
@@ -334,10 +331,10 @@ class Lmdb:
         segments that none of them names. Raises CorruptStore, FormatVersion (the tier stays as it was);
         StaleDescription for a reader.
         """
-        base = self._check()
-        self.wait()
-        told = _parsed(description, self.folder, len(self._row_bytes))
-        snapshot = base.snapshot()
+        merger = self._check()
+        merger.wait()
+        told = parsed(description, self.folder, len(self._row_bytes))
+        snapshot = merger.base.snapshot()
         try:
             seal, merged = snapshot.seal, snapshot.merged
             self._check_base(told, seal, merged)
@@ -345,12 +342,12 @@ class Lmdb:
         except BaseException:
             snapshot.close()
             raise
-        with self._state:
+        with merger.state:
             self._leave(chains)
             for overlay, chain in zip(self._overlays, chains, strict=True):
                 overlay.replace(chain)
-            self._generation = self._sealed = told["generation"]
-            self._horizon, self._merged, self._base_used = 0, merged, seal > 0
+            self._generation = told["generation"]
+            merger.horizon, merger.merged, merger.base_used = 0, merged, seal > 0
             self._lineage = list(told["lineage"])
             held, self._held = self._held, snapshot if self.readonly else None
         if held is not None:
@@ -404,7 +401,7 @@ class Lmdb:
                 if segment.generation == 0:
                     segment.path.unlink(missing_ok=True)
                 else:
-                    self._abandoned.append((max(self._generation, self._sealed), segment.path))
+                    self._abandoned.append((self._generation, segment.path))
 
     def _sweep(self, told: Sequence[dict[str, Any]], merged: int) -> None:
         named = {str(s["file"]) for one in told for s in one["segments"] if int(s["generation"]) > merged}
@@ -415,84 +412,20 @@ class Lmdb:
 
     # -- merging
 
-    def _should_merge(self) -> bool:
-        if self._merging is not None or self._target() <= self._merged:
-            return False
-        index = sum(o.index_bytes for o in self._overlays if o.segments)
-        data = sum(o.bytes for o in self._overlays)
-        files = sum(len(o.segments) for o in self._overlays)
-        return index > self.overlay_bytes or data > 32 * self.overlay_bytes or files > _MANY_FILES
-
-    def _target(self) -> int:
-        """The newest generation that has rows to merge and may be merged."""
-        chain = [s.generation for o in self._overlays for s in list(o.segments)]
-        return max((g for g in chain if 0 < g <= self._horizon), default=0)
-
     def merge(self, wait: bool = True) -> None:
         """Merge what may be merged, now. ``wait``: until it is done; a failure of it is raised."""
-        self._check(writing=True)
-        with self._state:
-            if self._merging is None and self._target() > self._merged:
-                self._failure, self._base_used = None, True
-                self._merging = threading.Thread(target=self._merge, name="embcache-merge", daemon=True)
-                self._merging.start()
-        if wait:
-            self.wait()
-            if self._failure is not None:
-                raise self._failure
+        self._check(writing=True).start(wait)
 
     def wait(self) -> None:
         """Until no merge runs."""
-        running = self._merging
-        if running is not None and running is not threading.current_thread():
-            running.join()
-
-    def _merge(self) -> None:
-        try:
-            self._merge_once()
-        except (StorageFull, MergeFailed) as error:  # nothing is lost: the segments stay, the next commit tries again
-            self._failure = error
-            self._count(merges_failed=1)
-        finally:
-            self._merging = None
-
-    def _merge_once(self) -> None:
-        base = self._check(writing=True)
-        began = time.perf_counter()
-        with self._state:
-            target = self._target()
-            chain = [s for o in self._overlays for s in o.segments if 0 < s.generation <= target]
-            job = {
-                "folder": str(self.folder.resolve()),
-                "row_bytes": self._row_bytes,
-                "owner": self._owner,
-                "merged": self._merged,
-                "target": target,
-                "segments": [s.describe() for s in chain],
-            }
-        done = run_merge(base, job)
-        with self._state:
-            self._merged = target
-            gone = [s for overlay in self._overlays for s in overlay.forget(target)]
-        self._count(
-            merges=1,
-            rows_merged=done["rows"],
-            bytes_merged=done["bytes"],
-            bytes_written_base=done.get("written", 0),
-            seconds_merge=time.perf_counter() - began,
-        )
-        try:
-            self.on_merged()
-        finally:
-            for segment in gone:
-                segment.path.unlink(missing_ok=True)
-            self._changes.trim()
+        if self._merger is not None:
+            self._merger.wait()
 
     # -- looking after
 
     def stats(self) -> dict[str, float]:
         """Counters since it was opened, and bytes: overlay_rows, overlay_bytes, index_bytes, base_bytes."""
-        base = self._check()
+        base = self._check().base
         overlays = self._overlays
         return {
             **self._counters,
@@ -523,25 +456,25 @@ class Lmdb:
     def compact(self) -> None:
         """Merge what may be merged and write the base anew without gaps. NotSupported while others read it."""
         self.merge()
-        base = self._check(writing=True)
+        merger = self._check(writing=True)
         with self._gate.closed():
-            self._base = compact.rewrite(base, self.folder, self._row_bytes)
-            self._owner = self._base.claim()
+            merger.base = compact.rewrite(merger.base, self.folder, self._row_bytes)
+            merger.owner = merger.base.claim()
 
     def info(self) -> dict[str, Any]:
         """For people: generation, what is merged, rows and bytes."""
-        self._check()
+        merger = self._check()
         with self._snapshot() as snapshot:
             rows = [snapshot.count(t) for t in range(len(self._row_bytes))]
             seal = snapshot.seal
         return {
             "generation": self._generation,
-            "merged": self._merged,
+            "merged": merger.merged,
             "seal": seal,
             "base_rows": rows,
             "overlay_rows": [len(o) for o in self._overlays],
             "segments": sum(len(o.segments) for o in self._overlays),
-            "last_merge_failure": None if self._failure is None else str(self._failure),
+            "last_merge_failure": None if merger.failure is None else str(merger.failure),
             **self.stats(),
         }
 
@@ -562,24 +495,3 @@ _COUNTERS = (
     "bytes_written_base",
     "seconds_merge",
 )
-_EMPTY: dict[str, Any] = {"generation": 0, "merged": 0, "lineage": [], "segments": []}
-
-
-def _parsed(description: dict[str, Any] | None, folder: Path, tables: int) -> dict[str, Any]:
-    """A description that may be trusted in shape; CorruptStore, FormatVersion."""
-    if description is None:
-        return _EMPTY
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise CorruptStore(f"{folder}: the manifest does not describe rows of this library")
-    if isinstance(description.get("version"), int) and description["version"] > VERSION:
-        raise FormatVersion(str(folder), description["version"], VERSION)
-    try:
-        for one in description["segments"]:
-            name, check = str(one["file"]), int(str(one["check"]), 16)
-            good = name == Path(name).name and 0 <= int(one["table"]) < tables and check >= 0
-            if not good or int(one["generation"]) < 1 or int(one["records"]) < 1:
-                raise ValueError(name)
-        int(description["generation"]), int(description["merged"]), list(map(int, description["lineage"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptStore(f"{folder}: the manifest describes segments that cannot be: {error}") from None
-    return description
