@@ -355,7 +355,7 @@ class Front(FrontRows):
     def announce(self, features: Tensor, values: Tensor, offsets: Tensor | None, ahead: int) -> None:
         """A batch that is to be staged ``ahead`` batches after the next one will need these ids (``policy="lookahead"``;
         the other policies do not care)."""
-        listening = {t for t, table in self._hot.items() if table.keeper is not None and table.keeper.listens}
+        listening = {t for t, table in self._hot.items() if table.keeper is not None and table.keeper.policy == "lookahead"}
         if not listening:
             return
         ids = values.to(torch.int64).contiguous().numpy()

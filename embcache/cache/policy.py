@@ -77,11 +77,6 @@ class ScoreKeeper:
         """The rows of ``ids`` left ``slots``: their metadata is clean, what was learnt of the ids may be remembered."""
         kernels.drop(self._state, self.score, slots)
 
-    @property
-    def listens(self) -> bool:
-        """Whether announcements change anything."""
-        return self.policy == "lookahead"
-
     def announce(self, ids: np.ndarray, slots: np.ndarray, tick: int) -> None:
         """Batch ``tick`` of the known window will need ``ids``, resident at ``slots`` (-1: not)."""
 

@@ -15,6 +15,7 @@ import yaml
 
 from embcache.checkpoint import Checkpoints
 from embcache.errors import CorruptStore, SchemaMismatch
+from embcache.rows import count_written
 from embcache.statefile import replace_file
 from embcache.train.config import TrainConfig
 from embcache.train.flags import flatten, save_yaml
@@ -118,7 +119,7 @@ def _table_facts(trainer: Trainer) -> list[TableFacts]:
             name=table.name,
             rows=table.num_embeddings,
             dim=table.embedding_dim,
-            written=store.count_written(table.name),
+            written=count_written(store, t),
             lookups=sum(lookups.get(feature, 0) for feature in table.feature_names),
             bytes=(table.num_embeddings or 0) * table.row_bytes,
         )
