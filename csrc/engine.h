@@ -65,7 +65,7 @@ void grad_weights(const std::vector<Table>& tables, const std::vector<Feature>& 
 int64_t fused_update(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
                      Parallel par);
 bool all_finite(const void* data, int dtype, int64_t rows, int64_t columns, int64_t stride, const Parallel& par);
-// First position of a feature whose id is outside [0, rows[table]), or -1.
+// First position of a feature whose id is outside [0, rows[table]), or -1; rows[table] < 0: every id is inside.
 int64_t check_ids(const std::vector<Feature>& features, const int64_t* rows, const Input& in, const Parallel& par);
 int64_t check_offsets(const void* offsets, bool wide, int64_t count, int64_t values);
 

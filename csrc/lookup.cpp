@@ -123,8 +123,9 @@ int64_t check_ids(const std::vector<Feature>& features, const int64_t* rows, con
   };
   std::vector<Piece> pieces;
   for (const Feature& f : features)
-    for (int64_t p = in.offset(f.first_bag), e = in.offset(f.first_bag + f.bags); p < e; p += grain)
-      pieces.push_back({p, std::min(e, p + grain), rows[f.table]});
+    if (rows[f.table] >= 0)
+      for (int64_t p = in.offset(f.first_bag), e = in.offset(f.first_bag + f.bags); p < e; p += grain)
+        pieces.push_back({p, std::min(e, p + grain), rows[f.table]});
   std::atomic<bool> bad{false};
   const int64_t size = in.wide_values ? 8 : 4;
   par.sized(in.n).each((int64_t)pieces.size(), [&](int64_t i, int) {

@@ -1,49 +1,85 @@
 """Checkpoints: numbered generations, each complete or absent, committed by one rename.
 
 A folder holds ``manifest.json`` and a folder for each generation it lists. A generation has ``state.json`` and
-``state.safetensors`` (dense weights, optimizers, random state, data position: whatever the caller gives) and, for each
-embedding table, its *written* rows: ids, weights and optimizer state, in ``rows-*.safetensors`` of about
-``PART_BYTES``. A row that was never written is a function of the seed and costs nothing. Files carry checksums; the
-manifest is written last, fsynced and renamed, and is the only commit point: a generation it does not list does not
-exist and is swept by the next save.
+``state.safetensors`` (dense weights, optimizers, random state, data position: whatever the caller gives) and the rows
+of every embedding table:
+
+* of a store in memory, its *written* rows: ids, weights and optimizer state, in ``rows-*.safetensors`` of about
+  ``PART_BYTES``. A row that was never written is a function of the seed and costs nothing;
+* of a store on disk, which lives in the same folder, a description of the files its last tier has frozen. Only rows
+  that changed since the generation before are written, and ``save(wait=False)`` returns as soon as they are copied.
+
+Files carry checksums; the manifest is written last, fsynced and renamed, and is the only commit point: a generation it
+does not list does not exist and is swept by the next save.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import secrets
 import shutil
+import threading
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from embcache import statefile
-from embcache.errors import CorruptStore, FormatVersion, SchemaMismatch
-from embcache.lock import FolderLock
-from embcache.rows import load_rows, reset_rows, written_rows
-from embcache.store import EmbeddingStore
+from . import records, schema, statefile
+from .config import TableConfig
+from .errors import BadConfig, CorruptStore, FormatVersion, SchemaMismatch
+from .lock import FolderLock
+from .tiers.base import DurableTier
 
-__all__ = ["Checkpoints", "Generation"]
+__all__ = ["Checkpoints", "Generation", "Savable"]
 
-FORMAT, VERSION = "embcache-checkpoint", 1
+FORMAT, VERSION = "embcache-checkpoint", 2
 MANIFEST = "manifest.json"
 PART_BYTES = 32 << 20
-_ROW = ("ids", "weight", "state")
 _NAME = re.compile(r"generation-\d{8,}$")
+
+
+class Savable(Protocol):
+    """What a checkpoint needs of a store (``embcache.EmbeddingStore`` is one)."""
+
+    tables: list[TableConfig]
+    steps: list[int]
+
+    @property
+    def durable(self) -> DurableTier | None:
+        """The last tier, where it outlives the process."""
+
+    def pending_tables(self) -> set[int]: ...
+    def flush(self) -> None: ...
+    def raw_rows(self, table: int, block: int) -> Iterator[tuple[Tensor, Tensor]]: ...
+    def put_raw_rows(self, table: int, ids: Tensor, rows: Tensor) -> None: ...
+    def begin_restore(self, description: Mapping[str, Any] | None, keep: Sequence[dict[str, Any]]) -> None: ...
+    def extra_state(self) -> dict[str, Tensor]: ...
+    def load_extra_state(self, state: dict[str, Tensor]) -> None: ...
+    def committed(self, number: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One committed checkpoint: its number, the caller's notes (plain JSON), and whether it is the best so far."""
+    """One committed checkpoint.
+
+    Attributes:
+        number: counts up from 1.
+        notes: the caller's, plain JSON.
+        best: whether it is the best so far.
+        check: checksum of its table of contents.
+        disk: what the last tier of each disk store needs to read its rows.
+    """
 
     number: int
     notes: dict[str, Any]
     best: bool
     check: int
+    disk: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -51,10 +87,10 @@ class Generation:
 
 
 class Checkpoints:
-    """The generations in a folder.
+    """The generations in a folder. One thread at a time may call it.
 
     Args:
-        folder: made by the first ``save``.
+        folder: made by the first ``save``; the store's own folder where a store on disk is saved.
         keep: newest generations kept; the best is kept besides.
 
     >>> import tempfile, torch
@@ -71,8 +107,13 @@ class Checkpoints:
             raise ValueError(f"keep = {keep}, must be at least 1")
         self.folder = Path(folder)
         self.keep = keep
+        self.lineage = ""
+        """Random, made with the folder's first generation: tells these generations from those of any other folder."""
         self.generations: list[Generation] = self._read_manifest()
         self._lock: FolderLock | None = None
+        self._saving: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._writing = threading.RLock()  # the manifest, which merges rewrite too
 
     def claim(self) -> None:
         """Keep other processes from writing here until this object is gone; StoreLocked if one does already."""
@@ -90,93 +131,146 @@ class Checkpoints:
         """The generation last saved with ``best=True``."""
         return next((g for g in reversed(self.generations) if g.best), None)
 
+    # saving -----------------------------------------------------------------------------------------------------
+
     def save(
         self,
         state: Any,
-        stores: Sequence[EmbeddingStore] = (),
+        stores: Sequence[Savable] = (),
         *,
         notes: dict[str, Any] | None = None,
         best: bool = False,
+        wait: bool = True,
     ) -> Generation:
         """Commit a new generation and drop those no longer kept.
 
-        Args: ``state``: nested plain values and tensors; ``stores``: embedding stores without pending gradients;
-        ``notes``: shown by ``generations`` without reading the state; ``best``: this is now the best generation.
+        Args: ``state``: nested plain values and tensors, copied; ``stores``: embedding stores without pending
+        gradients, at most one of them on disk; ``notes``: shown by ``generations`` without reading the state;
+        ``best``: this is now the best generation; ``wait``: False returns once everything is copied, where all stores
+        are on disk: another thread makes it durable, and the next ``save`` or ``wait`` raises what went wrong there.
         Raises: StorageFull with everything committed before intact; RuntimeError when gradients wait for a step.
         """
-        for store in stores:
-            if store.pending_tables():
-                raise RuntimeError("a checkpoint between backward and step would lose gradients: save after step()")
+        self.wait()
+        self._check_stores(stores)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        with self._writing:
+            self.generations = self._read_manifest()
+            self._sweep()
         number = self.generations[-1].number + 1 if self.generations else 1
         generation = Generation(number, notes or {}, best, 0)
         folder = self.folder / generation.name
         folder.mkdir()
         try:
-            check = self._write(folder, state, stores)
+            disk = []
+            for store in stores:
+                if store.durable is not None:
+                    store.flush()  # evictions in between, by a thread that stages ahead, end up in this generation too
+                    disk.append(store.durable.freeze(number))
+            generation = dataclasses.replace(generation, disk=disk)
+            finish = self._prepare(folder, state, stores)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._commit(Generation(number, notes or {}, best, check))
-        self._sweep()
-        return self.generations[-1]
+        if wait or not disk:
+            return self._finish(generation, finish, stores)
+        self._saving = threading.Thread(
+            target=self._finish_aside, args=(generation, finish, stores), name="embcache-commit"
+        )
+        self._saving.start()
+        return generation
 
-    def load(self, stores: Sequence[EmbeddingStore] = (), which: str = "latest") -> Any:
-        """Read a generation ("latest" or "best") into the stores and return its state.
+    def wait(self) -> None:
+        """Return when a save in the background is durable; raises what went wrong with it."""
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
-        Everything is checked before the first row changes: CorruptStore (torn, foreign, altered), FormatVersion
-        (newer), SchemaMismatch (other tables, listing both).
-        """
-        generation = self.best if which == "best" else self.latest
-        if generation is None:
-            raise FileNotFoundError(f"{self.folder} holds no checkpoint")
-        folder = self.folder / generation.name
-        content = self._content(folder, generation)
-        saved = [table["schema"] for table in content["tables"]]
-        declared = [table.schema() for store in stores for table in store.tables]
-        if saved != json.loads(json.dumps(declared)):
-            raise SchemaMismatch(f"tables of {folder}", *_differing(saved, declared))
-        for part in content["rows"]:
-            statefile.read_checked(folder, part["file"])
-        state = statefile.unpack(content["state"], statefile.read_tensors(folder, content["tensors"]))
-        places = _places(stores)
-        for (store, t), table in zip(places, content["tables"], strict=True):
-            store.discard()
-            reset_rows(store, t)
-            store.steps[t] = int(table["step"])
-        for part in content["rows"]:
-            rows = statefile.read_tensors(folder, part["file"])
-            for k in part["tables"]:
-                load_rows(*places[k], *(rows[f"{k}.{what}"] for what in _ROW))
-        return state
+    def _check_stores(self, stores: Sequence[Savable]) -> None:
+        for store in stores:
+            if store.pending_tables():
+                raise RuntimeError("a checkpoint between backward and step would lose gradients: save after step()")
+            durable = store.durable
+            if durable is not None and durable.folder.resolve() != self.folder.resolve():
+                raise BadConfig(
+                    f"a store on disk keeps its generations in its own folder {durable.folder}, not in {self.folder}"
+                )
+        if sum(store.durable is not None for store in stores) > 1:
+            raise BadConfig("at most one store on disk can be saved together: put all tables into one store")
 
-    def _write(self, folder: Path, state: Any, stores: Sequence[EmbeddingStore]) -> int:
-        """Write a generation's files; returns the checksum of its table of contents."""
+    def _finish_aside(self, generation: Generation, write: Callable[[], int], stores: Sequence[Savable]) -> None:
+        try:
+            self._finish(generation, write, stores)
+        except BaseException as error:  # raised again by the caller's next call
+            self._failure = error
+
+    def _finish(self, generation: Generation, write: Callable[[], int], stores: Sequence[Savable]) -> Generation:
+        """Make everything durable, then commit."""
+        try:
+            for store in stores:
+                if store.durable is not None:
+                    store.durable.sync()
+            generation = dataclasses.replace(generation, check=write())
+        except BaseException:
+            shutil.rmtree(self.folder / generation.name, ignore_errors=True)
+            raise
+        with self._writing:
+            self._commit(generation)
+            self._sweep()
+            horizon = min(g.number for g in self.generations)
+        for store in stores:
+            store.committed(generation.number)
+            if store.durable is not None:
+                store.durable.sealed(generation.number, horizon)
+        return generation
+
+    def _prepare(self, folder: Path, state: Any, stores: Sequence[Savable]) -> Callable[[], int]:
+        """Copy what may change; the function returned writes it and gives the checksum of the table of contents."""
         plain, tensors = statefile.pack(state)
-        rows = [
-            {"tables": list(tables), "file": statefile.write_tensors(folder, f"rows-{i:05d}.safetensors", part)}
-            for i, (tables, part) in enumerate(_parts(stores))
+        extras, extra_tensors = statefile.pack([store.extra_state() for store in stores])
+        saved = [
+            {
+                "disk": store.durable is not None,
+                "tables": [schema.describe(table) for table in store.tables],
+                "steps": list(store.steps),
+                "extra": extra,
+            }
+            for store, extra in zip(stores, extras, strict=True)
         ]
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "state": plain,
-            "tensors": statefile.write_tensors(folder, "state.safetensors", tensors),
-            "tables": [{"schema": s.tables[t].schema(), "step": n} for s in stores for t, n in enumerate(s.steps)],
-            "rows": rows,
-        }
-        entry = statefile.write_json(folder, "state.json", content)
-        statefile.sync_folder(folder)
-        statefile.sync_folder(self.folder)
-        return int(entry["crc32"])
+        content = {"format": FORMAT, "version": VERSION, "state": plain, "stores": saved}
+
+        def write() -> int:
+            content["rows"] = [
+                {"tables": list(held), "file": statefile.write_tensors(folder, f"rows-{i:05d}.safetensors", part)}
+                for i, (held, part) in enumerate(_parts(stores))
+            ]
+            content["tensors"] = statefile.write_tensors(folder, "state.safetensors", tensors)
+            content["extra_tensors"] = statefile.write_tensors(folder, "extra.safetensors", extra_tensors)
+            entry = statefile.write_json(folder, "state.json", content)
+            statefile.sync_folder(folder)
+            statefile.sync_folder(self.folder)
+            return int(entry["crc32"])
+
+        return write
 
     def _commit(self, new: Generation) -> None:
-        kept = [Generation(g.number, g.notes, g.best and not new.best, g.check) for g in self.generations] + [new]
+        kept = [dataclasses.replace(g, best=g.best and not new.best) for g in self.generations] + [new]
         best = next((g for g in reversed(kept) if g.best), None)
-        generations = [g for g in kept if g in kept[-self.keep :] or g is best]
-        listed = [{"number": g.number, "notes": g.notes, "best": g.best, "check": g.check} for g in generations]
-        body = {"format": FORMAT, "version": VERSION, "generations": listed}
+        self._write_manifest([g for g in kept if g in kept[-self.keep :] or g is best])
+
+    def rewrite(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Replace the disk descriptions of all kept generations, in one step; from any thread."""
+        with self._writing:
+            current = self._read_manifest()
+            if current:
+                self._write_manifest([dataclasses.replace(g, disk=[change(d) for d in g.disk]) for g in current])
+
+    def _write_manifest(self, generations: list[Generation]) -> None:
+        self.lineage = self.lineage or secrets.token_hex(8)
+        listed = [dataclasses.asdict(g) for g in generations]
+        body = {"format": FORMAT, "version": VERSION, "lineage": self.lineage, "generations": listed}
         statefile.replace_json(self.folder, MANIFEST, {**body, "check": _check(body)})
         self.generations = generations
 
@@ -187,45 +281,107 @@ class Checkpoints:
             if _NAME.match(path.name) and path.name not in listed:
                 shutil.rmtree(path)
 
+    # loading ----------------------------------------------------------------------------------------------------
+
+    def load(self, stores: Sequence[Savable] = (), which: str | int = "latest", *, disk_only: bool = False) -> Any:
+        """Read a generation ("latest", "best" or a number) into the stores and return its state. ``disk_only``: stores
+        in memory that were saved with it are left out.
+
+        Everything is checked before the first row changes: CorruptStore (torn, foreign, altered), FormatVersion
+        (newer), SchemaMismatch (other tables, listing both), FileNotFoundError where there is no such generation.
+        """
+        self.wait()
+        self._check_stores(stores)
+        generation = self.find(which)
+        folder = self.folder / generation.name
+        content = self._content(folder, generation)
+        saved = [s for s in content["stores"] if s["disk"] or not disk_only]
+        _check_same(folder, saved, stores)
+        parts = [] if disk_only else content["rows"]
+        for part in parts:
+            statefile.read_checked(folder, part["file"])
+        state = statefile.unpack(content["state"], statefile.read_tensors(folder, content["tensors"]))
+        extra_tensors = statefile.read_tensors(folder, content["extra_tensors"])
+        others = [description for g in self.generations if g is not generation for description in g.disk]
+        for store, mine in zip(stores, saved, strict=True):
+            store.begin_restore(generation.disk[0] if mine["disk"] else None, others)
+            store.steps[:] = [int(step) for step in mine["steps"]]
+            store.load_extra_state(statefile.unpack(mine["extra"], extra_tensors))
+        places = _places(stores)
+        for part in parts:
+            rows = statefile.read_tensors(folder, part["file"])
+            for k in part["tables"]:
+                store, t = places[k]
+                found = {what: rows[f"{k}.{what}"] for what in ("weight", "state", "meta") if f"{k}.{what}" in rows}
+                store.put_raw_rows(t, rows[f"{k}.ids"], records.join(store.tables[t], **found))
+        for store in stores:
+            store.committed(generation.number)
+        return state
+
+    def find(self, which: str | int) -> Generation:
+        """A generation by "latest", "best" or number; FileNotFoundError where there is none."""
+        if isinstance(which, int):
+            found = next((g for g in self.generations if g.number == which), None)
+        else:
+            found = self.best if which == "best" else self.latest
+        if found is None:
+            raise FileNotFoundError(f"{self.folder} holds no checkpoint{'' if which == 'latest' else f' {which}'}")
+        return found
+
+    def tables(self, which: str | int = "latest") -> list[TableConfig]:
+        """The tables of a generation's store on disk, as they were declared when it was saved."""
+        generation = self.find(which)
+        folder = self.folder / generation.name
+        content = self._content(folder, generation)
+        return [table for s in content["stores"] if s["disk"] for table in _restored(folder, s)]
+
     def _read_manifest(self) -> list[Generation]:
         path = self.folder / MANIFEST
-        if not path.exists():
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
             return []
-        manifest = _parsed(path, path.read_bytes())
+        manifest = _parsed(path, data)
         body = {key: value for key, value in manifest.items() if key != "check"}
         if manifest.get("check") != _check(body):
             raise CorruptStore(f"{path}: the checksum does not match")
-        return [Generation(g["number"], g["notes"], g["best"], g["check"]) for g in manifest["generations"]]
+        self.lineage = manifest["lineage"]
+        return [Generation(**g) for g in manifest["generations"]]
 
     def _content(self, folder: Path, generation: Generation) -> dict[str, Any]:
         path = folder / "state.json"
-        if not path.exists():
-            raise CorruptStore(f"{path} is missing")
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise CorruptStore(f"{path} is missing") from None
         if zlib.crc32(data) != generation.check:
             raise CorruptStore(f"{path}: the checksum does not match")
         return _parsed(path, data)
 
 
-def _parts(stores: Sequence[EmbeddingStore]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+def _parts(stores: Sequence[Savable]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
     """(tables, their written rows) in files of about PART_BYTES: big tables are cut, small ones share a file."""
-    tables: list[int] = []
+    held: list[int] = []
     part: dict[str, Tensor] = {}
     for k, (store, t) in enumerate(_places(stores)):
-        for rows in written_rows(store, t, max(1, PART_BYTES // (8 + store.tables[t].row_bytes))):
-            full = sum(map(_bytes, [*part.values(), *rows])) > PART_BYTES
-            if part and (full or k in tables):
-                yield tables, part
-                tables, part = [], {}
-            tables.append(k)
-            part.update({f"{k}.{what}": tensor for what, tensor in zip(_ROW, rows, strict=True)})
+        if store.durable is not None:
+            continue
+        table = store.tables[t]
+        for ids, rows in store.raw_rows(t, max(1, PART_BYTES // (8 + table.row_bytes))):
+            new = {"ids": ids, **records.split(table, rows)}
+            full = sum(map(_bytes, [*part.values(), *new.values()])) > PART_BYTES
+            if part and (full or k in held):
+                yield held, part
+                held, part = [], {}
+            held.append(k)
+            part.update({f"{k}.{what}": tensor for what, tensor in new.items()})
     if part:
-        yield tables, part
+        yield held, part
 
 
-def _places(stores: Sequence[EmbeddingStore]) -> list[tuple[EmbeddingStore, int]]:
+def _places(stores: Sequence[Savable]) -> list[tuple[Savable, int]]:
     """Every table: its store and its index there."""
-    return [(store, t) for store in stores for t in range(len(store.names))]
+    return [(store, t) for store in stores for t in range(len(store.tables))]
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -241,6 +397,8 @@ def _parsed(path: Path, data: bytes) -> dict[str, Any]:
         raise CorruptStore(f"{path} is not a checkpoint of this library")
     if value.get("version", 0) > VERSION:
         raise FormatVersion(str(path), value["version"], VERSION)
+    if value.get("version") != VERSION:
+        raise CorruptStore(f"{path} has format version {value.get('version')}, which only versions before 0.2 read")
     return value
 
 
@@ -248,10 +406,14 @@ def _check(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _differing(saved: Sequence[dict[str, Any]], declared: Sequence[dict[str, Any]]) -> tuple[object, object]:
-    """Only what differs of two lists of schemas, so that the message can be read."""
-    if [t["name"] for t in saved] != [t["name"] for t in declared]:
-        return [t["name"] for t in saved], [t["name"] for t in declared]
-    pairs = [(s, d) for s, d in zip(saved, declared, strict=True) if s != d]
-    keys = ["name", *{k: None for s, d in pairs for k in {**s, **d} if s.get(k) != d.get(k)}]
-    return [{k: s.get(k) for k in keys} for s, _ in pairs], [{k: d.get(k) for k in keys} for _, d in pairs]
+def _restored(folder: Path, saved: Mapping[str, Any]) -> list[TableConfig]:
+    return [schema.restore(table, str(folder)) for table in saved["tables"]]
+
+
+def _check_same(folder: Path, saved: Sequence[Mapping[str, Any]], stores: Sequence[Savable]) -> None:
+    """Raise SchemaMismatch unless the stores have the tables that were saved, and are on disk where those were."""
+    tables = [table for s in saved for table in _restored(folder, s)]
+    schema.agree(tables, [t for store in stores for t in store.tables], f"tables of {folder}")
+    shapes = [[(s["disk"], len(s["tables"])) for s in saved], [(s.durable is not None, len(s.tables)) for s in stores]]
+    if shapes[0] != shapes[1]:
+        raise SchemaMismatch(f"stores (on disk, tables) of {folder}", *shapes)

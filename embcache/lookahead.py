@@ -59,7 +59,8 @@ class LookAhead(Iterator[Any]):
             still pinned, at most 4; where the next does not fit, it waits.
         ids: the jagged input, or inputs, of a batch; None: the batch itself.
         window: further batches that are read and announced, for a policy that knows what is needed later.
-        announce: told the jagged inputs of each batch in the window, the farthest first.
+        announce: told the jagged inputs of each batch in the window, and how many batches it lies behind the one that is
+            staged next, the farthest first.
 
     Raises, at the batch concerned and after all earlier ones: whatever the loader, ``ids`` or ``stage`` raise;
     CacheTooSmall where a batch does not fit beside those still pinned and ``depth`` is a number.
@@ -72,7 +73,7 @@ class LookAhead(Iterator[Any]):
         depth: int | Literal["auto"] = 1,
         ids: Callable[[Any], Any] | None = None,
         window: int = 0,
-        announce: Callable[[Any], None] | None = None,
+        announce: Callable[[Any, int], None] | None = None,
     ) -> None:
         waits = depth == "auto"
         depth = AUTO_DEPTH if depth == "auto" else depth
@@ -159,7 +160,7 @@ class _Source:
     """The loader's batches with what stages them; used by one thread at a time."""
 
     def __init__(
-        self, stage: Stage, ids: Callable[[Any], Any] | None, window: int, announce: Callable[[Any], None] | None
+        self, stage: Stage, ids: Callable[[Any], Any] | None, window: int, announce: Callable[[Any, int], None] | None
     ) -> None:
         self.stage, self._ids, self._window, self._announce = stage, ids, window, announce
         self.batches: Iterator[Any] | None = None
@@ -172,9 +173,9 @@ class _Source:
             self._later.append(self._pull())
         item = self._later.popleft()
         if self._announce is not None:
-            for later in reversed(self._later):
-                for jagged in later.jagged:
-                    self._announce(jagged)
+            for ahead in range(len(self._later), 0, -1):
+                for jagged in self._later[ahead - 1].jagged:
+                    self._announce(jagged, ahead)
         return item
 
     def _pull(self) -> _Item:

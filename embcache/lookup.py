@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .config import DTYPES
-from .errors import DoubleBackward, UnshardedReplicas
+from .errors import DoubleBackward, EmbcacheError, UnshardedReplicas
 from .staged import Handle, Part
 from .store import EmbeddingStore
+
+DISK_KEY, IDS_SUFFIX = "store", "_ids"  # of state dicts: where a store on disk lives, the ids of an unbounded table
 
 
 def _refuse_unsharded_replicas() -> None:
@@ -103,9 +105,15 @@ class Tables(nn.Module):
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.store.durable is not None:
+            destination[prefix + DISK_KEY] = self.store.state_dict()
+            return
         for name in self._table_names:
-            weight = self.store.weight(name).clone(memory_format=torch.contiguous_format)
-            destination[prefix + self._state_key.format(name)] = weight
+            key = prefix + self._state_key.format(name)
+            ids, weight = self.store.whole_weight(name)
+            destination[key] = weight
+            if ids is not None:
+                destination[key + IDS_SUFFIX] = ids
 
     def _load_from_state_dict(
         self,
@@ -117,17 +125,40 @@ class Tables(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        mine = {prefix + self._state_key.format(name): name for name in self._table_names}
-        for key, name in mine.items():
-            if key not in state_dict:
-                missing_keys.append(key)
-                continue
-            shape = list(self.store.weight(name).shape)
-            if not isinstance(state_dict[key], Tensor):
-                error_msgs.append(f"{key} is a {type(state_dict[key]).__name__}, must be a tensor")
-            elif list(state_dict[key].shape) != shape:
-                error_msgs.append(f"size mismatch for {key}: saved {list(state_dict[key].shape)}, declared {shape}")
+        if self.store.durable is not None:
+            known = {prefix + DISK_KEY}
+            if prefix + DISK_KEY in state_dict:
+                try:
+                    self.store.load_state_dict(state_dict[prefix + DISK_KEY])
+                except (EmbcacheError, OSError) as error:
+                    error_msgs.append(f"{prefix}{DISK_KEY}: {error}")
             else:
-                self.store.load_weight(name, state_dict[key])
+                missing_keys.append(prefix + DISK_KEY)
+        else:
+            known = set()
+            for name in self._table_names:
+                key = prefix + self._state_key.format(name)
+                known |= {key, key + IDS_SUFFIX} if self.store.tables[self.store.index(name)].unbounded else {key}
+                self._load_table(name, key, state_dict, missing_keys, error_msgs)
         if strict:
-            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in mine)
+            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
+
+    def _load_table(self, name: str, key: str, state_dict: Any, missing_keys: list[str], error_msgs: list[str]) -> None:
+        table = self.store.tables[self.store.index(name)]
+        wanted = [key, key + IDS_SUFFIX] if table.unbounded else [key]
+        absent = [k for k in wanted if k not in state_dict]
+        if absent:
+            missing_keys.extend(absent)
+            return
+        for k in wanted:
+            if not isinstance(state_dict[k], Tensor):
+                error_msgs.append(f"{k} is a {type(state_dict[k]).__name__}, must be a tensor")
+                return
+        rows = state_dict[key + IDS_SUFFIX].numel() if table.unbounded else table.num_embeddings
+        shape = [rows, table.embedding_dim]
+        if list(state_dict[key].shape) != shape:
+            error_msgs.append(f"size mismatch for {key}: saved {list(state_dict[key].shape)}, declared {shape}")
+        elif table.unbounded:
+            self.store.load_rows(name, state_dict[key + IDS_SUFFIX], state_dict[key])
+        else:
+            self.store.load_weight(name, state_dict[key])

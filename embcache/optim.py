@@ -240,7 +240,7 @@ class Updatable(Protocol):
     def pending_tables(self) -> set[int]: ...
     def discard(self) -> None: ...
     def apply(self, hyper: Tensor) -> int: ...
-    def read_state(self, table: int) -> Tensor: ...
+    def read_state(self, table: int) -> Tensor | None: ...
     def check_state(self, table: int, state: Tensor | None) -> None: ...
     def write_state(self, table: int, state: Tensor) -> None: ...
 
@@ -362,13 +362,14 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """``param_groups`` as torch has them, and under ``state`` each table's step count and, for rules that have
-        any, the rows' state as fp32 [rows, floats] copies."""
+        any, the rows' state as fp32 [rows, floats] copies (of a store on disk its generation holds them)."""
         state: dict[int, dict[str, Any]] = {}
         for store in self.stores:
             for t, rule in enumerate(store.rules):
                 entry: dict[str, Any] = {"step": store.steps[t]}
-                if rule.state_floats(1):
-                    entry["rows"] = store.read_state(t)
+                rows = store.read_state(t) if rule.state_floats(1) else None
+                if rows is not None:
+                    entry["rows"] = rows
                 state[len(state)] = entry
         return {**super().state_dict(), "state": state}
 

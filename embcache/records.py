@@ -32,7 +32,8 @@ def split(table: TableConfig, rows: Tensor) -> dict[str, Tensor]:
     """Copies of the parts by name: ``weight``, ``state``, and ``meta`` int32 [n, 2] where the table keeps it.
 
     >>> table = TableConfig("t", num_embeddings=4, embedding_dim=2)
-    >>> {name: list(part.shape) for name, part in split(table, torch.zeros(3, table.row_bytes, dtype=torch.uint8)).items()}
+    >>> parts = split(table, torch.zeros(3, table.row_bytes, dtype=torch.uint8))
+    >>> {name: list(part.shape) for name, part in parts.items()}
     {'weight': [3, 2], 'state': [3, 0]}
     """
     parts = {"weight": weights(table, rows).contiguous().clone(), "state": states(table, rows).contiguous().clone()}

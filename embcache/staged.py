@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from . import options
+from .cache import Front
 from .config import DTYPES, TableConfig
 from .errors import BadJagged, BadJaggedType, StaleLookup
 from .jagged import KeyedJaggedTensor
 from .layout import BAGS, FIRST, OFFSET, POOL, STRIDE, SUM, TABLE, TENSOR, PartLayout
-from .tiers.base import FrontTier
 
 
 def _version(tensor: Tensor) -> int:
@@ -32,9 +32,12 @@ class Part:
         weights: per id, possibly requiring grad, or None.
         numel, shape: of the output.
         version: of the store when the part was last read.
+        lease: the front's, on the rows of this part.
     """
 
-    def __init__(self, layout: PartLayout, batch: KeyedJaggedTensor, front: FrontTier, training: bool) -> None:
+    def __init__(
+        self, layout: PartLayout, batch: KeyedJaggedTensor, front: Front, training: bool, overflow: bool
+    ) -> None:
         self.layout = layout
         self.weights = batch.weights_or_none()
         self.version = -1
@@ -53,7 +56,7 @@ class Part:
         self._seen = _version(batch.values()), _version(batch.offsets())
         self._offsets = batch.offsets()
         self._front = front
-        self._lease = front.stage(self.features, batch.values(), self.offsets, training)
+        self.lease = front.stage(self.features, batch.values(), self.offsets, training, overflow=overflow)
         self._holders = 1
 
     def hold(self) -> None:
@@ -68,10 +71,10 @@ class Part:
         """One owner less; the last gives the rows free."""
         self._holders -= 1
         if self._holders == 0:
-            self._front.release(self._lease)
-            self._lease = None
+            self._front.release(self.lease)
+            self.lease = None
 
-    def serves(self, front: FrontTier) -> bool:
+    def serves(self, front: Front) -> bool:
         """Whether it can be read, from ``front``, for the ids as they are now."""
         same = self._seen == (_version(self._values), _version(self._offsets))
         return self.open and self._front is front and same
@@ -81,13 +84,14 @@ class Part:
         if self._seen != (_version(self._values), _version(self._offsets)):
             raise StaleLookup("the ids of a batch were changed in place between its lookup and step()")
 
-    def slots(self) -> Tensor:
-        """The slot of each id; the rows are resident and pinned afterwards."""
-        return self._front.slots(self._lease)
+    def slots(self, redirected: Tensor | None = None) -> Tensor:
+        """The slot of each id; the rows are resident and pinned afterwards. ``redirected``: slots to use in their place,
+        since of ids that are not admitted yet another slot takes the update."""
+        return self._front.slots(self.lease) if redirected is None else redirected
 
     def relax(self) -> None:
         """Until the next ``slots`` the rows may leave."""
-        self._front.relax(self._lease)
+        self._front.relax(self.lease)
 
     def float_weights(self) -> Tensor | None:
         """Weights as the kernels take them."""
@@ -215,8 +219,8 @@ class UnpooledUpdate(Part):
         other.shape = (base,)
         return other, torch.cat(blocks)
 
-    def slots(self) -> Tensor:
-        return super().slots()[self._chosen]
+    def slots(self, redirected: Tensor | None = None) -> Tensor:
+        return super().slots(redirected)[self._chosen]
 
     def positions(self, table: int) -> Tensor:
         """Positions among the ids that were kept."""
@@ -280,24 +284,26 @@ class Update(NamedTuple):
     grads: list[Tensor]
 
 
-def join(pending: Sequence[Gathered], frozen: frozenset[int]) -> Update:
-    """Everything gathered as one update, in (call, feature, position) order, without frozen tables."""
+def join(pending: Sequence[Gathered], frozen: frozenset[int], redirected: Sequence[Tensor] | None = None) -> Update:
+    """Everything gathered as one update, in (call, feature, position) order, without frozen tables. ``redirected``: the
+    slots of each item's staged ids where they are not those of its lease."""
+    others = [None] * len(pending) if redirected is None else redirected
+    slots = [item.part.slots(other) for item, other in zip(pending, others, strict=True)]
     if len(pending) == 1:
         part, grad = pending[0][:2]
         features, grad = part.update_features(grad)
-        update = Update(features, part.slots(), part.offsets, part.float_weights(), [grad])
+        update = Update(features, slots[0], part.offsets, part.float_weights(), [grad])
     else:
-        update = _concatenate(pending)
+        update = _concatenate(pending, slots)
     if frozen:
         kept = ~torch.isin(update.features[:, TABLE], torch.tensor(sorted(frozen)))
         update = update._replace(features=update.features[kept])
     return update
 
 
-def _concatenate(pending: Sequence[Gathered]) -> Update:
+def _concatenate(pending: Sequence[Gathered], slots: list[Tensor]) -> Update:
     pairs = [(item.part, item.grad) for item in pending]
     features, grads, bags, ids = [], [], 0, 0
-    slots = [part.slots() for part, _ in pairs]
     if len({s.dtype for s in slots}) > 1:
         slots = [s.to(torch.int64) for s in slots]
     jagged = any(part.offsets is not None for part, _ in pairs)

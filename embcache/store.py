@@ -21,45 +21,57 @@ tensor([[2., 2.],
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from . import kernels, options
+from .cache import open_chain
 from .config import TableConfig, check_tables
-from .errors import BadConfig, NonFiniteGradient, NoOptimizer, NotSupported, SchemaMismatch, StaleLookup
+from .errors import BadConfig, EmbcacheError, NonFiniteGradient, NoOptimizer, NotSupported, StaleLookup
 from .init import table_key
 from .jagged import KeyedJaggedTensor
+from .kernels.memory import available_bytes
 from .layout import LayoutCache
+from .lookahead import LookAhead
 from .optim import HYPER, STEP
 from .staged import Gathered, Handle, Part, join
-from .tiers.base import FrontTier
-from .tiers.ram import Ram
+from .store_disk import StoreDisk, check_folder, tables_of
+from .tiers import Lmdb, Ram
 
 
-class EmbeddingStore:
+class EmbeddingStore(StoreDisk):
     """Embedding tables over a chain of tiers.
+
+    ``stage``, ``release`` of handles and garbage collection may happen on any thread; everything else on one thread at
+    a time. What is saved: rows and optimizer state, step counts, admission filters and expiry marks; not statistics,
+    scores of the cache, frozen tables or gathered gradients.
 
     Args:
         tables: their descriptions; names and features are unique.
-        tiers: where rows live, fastest first; ``[Ram()]`` if None. Each but the last is a bounded cache.
+        tiers: where rows live, fastest first; ``[Ram()]`` if None. Each but the last is a bounded cache; the last holds
+            everything. A tier on disk that has committed rows gives them back (see ``recovered_from``).
         backend: "auto" (compiled kernels where they load), "native" or "reference" (plain torch).
+
+    Raises:
+        StoreLocked, SchemaMismatch, CorruptStore, FormatVersion: of a tier on disk, before anything is written.
+        TableTooLarge: tables that were to live in memory do not fit.
     """
 
     def __init__(
-        self, tables: Sequence[TableConfig], tiers: Sequence[FrontTier] | None = None, *, backend: str = "auto"
+        self, tables: Sequence[TableConfig], tiers: Sequence[Any] | None = None, *, backend: str = "auto"
     ) -> None:
         self.tables = check_tables(tables)
-        chain = [Ram()] if tiers is None else list(tiers)
-        if len(chain) != 1:
-            raise NotSupported(f"a chain of {len(chain)} tiers: this version keeps all rows in one tier, [Ram()]")
+        self.tiers = [Ram()] if tiers is None else list(tiers)
         self.backend = backend
         self.kernels = kernels.get(cast(Any, backend))
-        self.front = chain[0]
-        self.front.open(self.tables, self.kernels)
+        check_folder(self.tables, self.tiers)
+        self.front = open_chain(self.tables, self.tiers, self.kernels)
         self.names = [table.name for table in self.tables]
         self.rules = [table.optimizer for table in self.tables]
         self.steps = [0] * len(self.tables)
@@ -69,7 +81,21 @@ class EmbeddingStore:
         self.guard: Callable[[], None] | None = None
         self._describe()
         self._gathering()
-        self._zero_padding()
+        self._open_disk()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        readonly: bool = False,
+        rows: int | dict[str, int] | None = None,
+        backend: str = "auto",
+    ) -> EmbeddingStore:
+        """Reopen a store from its folder alone, tables as they were declared; ``rows`` of each are cached (None: a
+        sixteenth of memory over all tables). ``readonly``: for serving, beside a writer; see ``refresh``."""
+        front = Ram(rows=rows) if rows is not None else Ram(bytes=cache_bytes())
+        return cls(tables_of(path), [front, Lmdb(path, readonly=readonly)], backend=backend)
 
     def _describe(self) -> None:
         """Everything the kernels are told that never changes."""
@@ -85,7 +111,7 @@ class EmbeddingStore:
             for t in self.tables
         ]
         self._described = torch.tensor(rows, dtype=torch.int64).view(-1, 6)
-        self._limits = torch.tensor([t.num_embeddings or 0 for t in self.tables], dtype=torch.int64)
+        self._limits = torch.tensor([-1 if t.unbounded else t.num_embeddings for t in self.tables], dtype=torch.int64)
         self._slabs = [arena.slab for arena in self.front.arenas]
         self._written = [arena.written for arena in self.front.arenas]
         self._slot_ids = [arena.slot_ids for arena in self.front.arenas]
@@ -112,20 +138,24 @@ class EmbeddingStore:
         self.check_finite = True
         self.stages = self.ids_staged = self.rows_updated = 0
 
-    def _zero_padding(self) -> None:
-        for t, table in enumerate(self.tables):
-            if table.padding_idx is not None:
-                self._weights(t)[table.padding_idx] = 0
-
     # stage, lookup, release -------------------------------------------------------------------------------------
 
-    def stage(self, batch: Any, features: tuple[str, ...] | None = None, *, training: bool | None = None) -> Handle:
+    def stage(
+        self,
+        batch: Any,
+        features: tuple[str, ...] | None = None,
+        *,
+        training: bool | None = None,
+        overflow: bool = True,
+    ) -> Handle:
         """Make the rows of ``features`` (None: of every table's features) in ``batch`` resident and pin them.
 
         ``batch`` is a ``KeyedJaggedTensor``, ours or TorchRec's. Ids out of range raise ``IdOutOfRange`` before
         anything is touched, unless their table says otherwise. The handle owns the pins: a context manager, also
         released by garbage collection. ``training=False`` (None: where torch's gradients are off) stages for reading
-        only: no cache keeps a row because of it, and an update with the handle raises.
+        only: no cache keeps a row because of it, and an update with the handle raises. ``overflow=False``: raise
+        ``CacheTooSmall``, with nothing staged, where the rows do not fit into the cache beside those that are pinned;
+        otherwise they get memory beyond it until the handle is released.
         """
         training = torch.is_grad_enabled() if training is None else training
         batch = KeyedJaggedTensor.adopt(batch)
@@ -141,10 +171,45 @@ class EmbeddingStore:
         if bad or self._padded:
             named = [at for layout in layouts for at in zip(layout.names, layout.tables, layout.columns, strict=True)]
             batch = options.repair(batch, named, self.tables, self.counts)
-        parts = [Part(layout, batch, self.front, training) for layout in layouts]
+        parts: list[Part] = []
+        try:
+            parts.extend(Part(layout, batch, self.front, training, overflow) for layout in layouts)
+        except BaseException:
+            Handle(batch, parts, device).release()
+            raise
         self.stages += 1
         self.ids_staged += batch.values().numel()
         return Handle(batch, parts, device)
+
+    def lookahead(
+        self,
+        loader: Iterable[Any],
+        depth: int | Literal["auto"] = 1,
+        *,
+        ids: Callable[[Any], Any] | None = None,
+        window: int = 0,
+        training: bool = True,
+    ) -> LookAhead:
+        """``for batch in store.lookahead(loader, depth=2)``: the rows of later batches are staged on another thread
+        while this one trains, those of the features that tables read. Results are the same bits for every depth; see
+        ``LookAhead``."""
+
+        def stage(jagged: Any, overflow: bool) -> Handle:
+            there = set(jagged.keys())
+            features = tuple(name for name in self.layouts.all_features if name in there)
+            return self.stage(jagged, features, training=training, overflow=overflow)
+
+        return LookAhead(stage, loader, depth, ids, window, self.announce if window else None)
+
+    def announce(self, batch: Any, ahead: int) -> None:
+        """Tell the cache that the batch that will be staged ``ahead`` batches after the next one needs these ids:
+        policy="lookahead" keeps their rows. Never raises for what is wrong with the batch; ``stage`` will."""
+        with contextlib.suppress(EmbcacheError):
+            batch = KeyedJaggedTensor.adopt(batch)
+            there = set(batch.keys())
+            features = tuple(name for name in self.layouts.all_features if name in there)
+            for layout in self.layouts.get(features, batch):
+                self.front.announce(layout.features, batch.values(), batch.offsets(), ahead)
 
     def lookup(self, handle: Handle) -> dict[str, Tensor]:
         """Outputs by feature: [B, D] pooled, [ids, D] unpooled; fp32, no gradient."""
@@ -282,11 +347,16 @@ class EmbeddingStore:
         if not self.pending_tables():
             self.discard()
             return 0
+        self.require_writable("step")
         for item in pending:
             item.check_unchanged()
-        update = join(pending, self.frozen)
+        leases = [item.source.lease for item in pending]
+        for item in pending:
+            item.source.slots()  # pins every row before the first one changes
+        redirected = self.front.admit(leases, self.frozen)
+        update = join(pending, self.frozen, redirected)
         if self._normed:
-            self._renormalise([item.part for item in pending])
+            self._renormalise([item.part for item in pending], redirected or [None] * len(pending))
         rows = self.kernels.fused_update(
             self._slabs,
             self._written,
@@ -301,160 +371,93 @@ class EmbeddingStore:
         )
         for t in set(range(len(self.tables))) - self.frozen:  # a step of the model, also of tables it gave no gradient
             self.steps[t] += 1
+        self.front.stepped(leases, self.frozen, self.steps)
         self.version += 1
         self.rows_updated += rows
         self.discard()
         return rows
 
-    def _renormalise(self, parts: Sequence[Part]) -> None:
-        for part in parts:
+    def _renormalise(self, parts: Sequence[Part], redirected: Sequence[Tensor | None]) -> None:
+        for part, other in zip(parts, redirected, strict=True):
             for t in set(part.layout.tables) - self.frozen:
                 if self.tables[t].max_norm is not None:
-                    slots = part.slots()[part.positions(t)]
+                    slots = part.slots(other)[part.positions(t)]
                     options.renormalise_rows(self._slabs[t], self.tables[t], slots)
 
-    # whole tables -----------------------------------------------------------------------------------------------
-
-    def index(self, table: str) -> int:
-        """Position of a table by name."""
-        if table not in self.names:
-            raise BadConfig(f"no table {table!r}; tables are {self.names}")
-        return self.names.index(table)
+    # the store as a whole ---------------------------------------------------------------------------------------
 
     def freeze(self, *tables: str, frozen: bool = True) -> None:
         """Stop (or resume, ``frozen=False``) training ``tables``, all of them where none is named."""
         which = {self.index(name) for name in tables or self.names}
         self.frozen = self.frozen | which if frozen else self.frozen - which
 
-    def _weights(self, t: int) -> Tensor:
-        table = self.tables[t]
-        return self._slabs[t].view(table.dtype)[:, : table.embedding_dim]
-
-    def _states(self, t: int) -> Tensor:
-        table = self.tables[t]
-        first = table.state_offset // 4
-        if not table.state_floats:
-            return torch.empty(self._slabs[t].shape[0], 0)
-        return self._slabs[t].view(torch.float32)[:, first : first + table.state_floats]
-
-    def weight(self, table: str) -> Tensor:
-        """[rows, D] view of a table's weights in its storage dtype; no gradient. Rows changed through it are not noted
-        as written, so checkpoints miss them: use ``load_weight``."""
-        return self._weights(self.index(table))
-
-    def state(self, table: str) -> Tensor:
-        """fp32 [rows, floats] view of a table's optimizer state."""
-        return self._states(self.index(table))
-
-    def load_weight(self, table: str, weight: Tensor) -> None:
-        """Replace all weights of a table; optimizer state stays."""
-        t = self.index(table)
-        mine = self._weights(t)
-        if weight.shape != mine.shape:
-            raise SchemaMismatch(f"shape of table {table!r}", list(weight.shape), list(mine.shape))
-        mine.copy_(weight.detach())
-        self._written[t].fill_(255)
-        self.version += 1
-
-    def read_state(self, table: int) -> Tensor:
-        """Copy of a table's optimizer state, by index."""
-        return self._states(table).clone()
-
-    def check_state(self, table: int, state: Tensor | None) -> None:
-        """Raise where ``state`` (None: nothing was saved) does not fit a table's optimizer state, by index."""
-        saved, mine = [] if state is None else list(state.shape), list(self._states(table).shape)
-        if saved != mine and (mine[1] or state is not None):
-            raise SchemaMismatch(f"state of table {self.names[table]!r}", saved or "nothing", mine)
-
-    def write_state(self, table: int, state: Tensor) -> None:
-        """Replace a table's optimizer state, by index."""
-        self.check_state(table, state)
-        self._states(table).copy_(state)
-        self._written[table].fill_(255)
-
-    def scan(self, table: str, block: int = 65536) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(ids, weights, state) of all rows, ``block`` at a time, ids ascending; views, to be read at once."""
-        t = self.index(table)
-        weights, state = self._weights(t), self._states(t)
-        for start in range(0, weights.shape[0], block):
-            at = slice(start, min(start + block, weights.shape[0]))
-            yield torch.arange(at.start, at.stop), weights[at], state[at]
-
     def stats(self) -> dict[str, Any]:
-        """Counters for people: batches and ids staged, rows updated; per table ids dropped and mapped, rows written."""
-        bits = [int(sum(((w >> i) & 1).sum() for i in range(8))) if w.numel() else 0 for w in self._written]
+        """Counters for people: batches and ids staged, rows updated; per table steps, ids dropped and mapped, rows
+        written; ``cache``: unique ids, hits, misses, evictions, seconds by stage; ``tiers``: rows and bytes moved by
+        each tier below. Counting written rows reads through the tiers."""
         tables = {
-            name: {"steps": step, "dropped": c.dropped, "mapped": c.mapped, "rows_written": written}
-            for name, step, c, written in zip(self.names, self.steps, self.counts, bits, strict=True)
+            name: {"steps": step, "dropped": c.dropped, "mapped": c.mapped, "rows_written": self.front.count_written(t)}
+            for t, (name, step, c) in enumerate(zip(self.names, self.steps, self.counts, strict=True))
         }
         return {
             "stages": self.stages,
             "ids": self.ids_staged,
             "rows_updated": self.rows_updated,
             "tables": tables,
+            **self.traffic(),
         }
 
-    def _refuse_pending(self) -> None:
+    def traffic(self) -> dict[str, Any]:
+        """The part of ``stats`` that costs nothing to ask for: ``cache`` and ``tiers``."""
+        return {"cache": self.front.stats(), "tiers": [tier.stats() for tier in self.front.below]}
+
+    def _settled(self) -> None:
         if self._pending:
             raise BadConfig("gradients are waiting for step(): the state in between can be neither saved nor copied")
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """All rows as plain tensors: ``<table>.weight``, ``.state``, ``.written``, ``.step``. Copies; pending gradients
-        raise."""
-        self._refuse_pending()
-        out: dict[str, Tensor] = {}
-        for t, name in enumerate(self.names):
-            out[f"{name}.weight"] = self._weights(t).clone(memory_format=torch.contiguous_format)
-            out[f"{name}.state"] = self._states(t).clone(memory_format=torch.contiguous_format)
-            out[f"{name}.written"] = self._written[t].clone()
-            out[f"{name}.step"] = torch.tensor(self.steps[t])
-        return out
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state_dict`` gave; missing, surplus or differently shaped tensors raise before any change."""
-        mine = {
-            f"{name}.{what}": shape
-            for t, name in enumerate(self.names)
-            for what, shape in (
-                ("weight", (self._weights(t).shape, self._weights(t).dtype)),
-                ("state", (self._states(t).shape, torch.float32)),
-                ("written", (self._written[t].shape, torch.uint8)),
-                ("step", (torch.Size([]), torch.int64)),
-            )
-        }
-        saved = {key: (tensor.shape, tensor.dtype) for key, tensor in state.items()}
-        differ = sorted(key for key in mine.keys() | saved.keys() if mine.get(key) != saved.get(key))
-        if differ:
-            raise SchemaMismatch(differ[0], saved.get(differ[0], "nothing"), mine.get(differ[0], "nothing"))
-        for t, name in enumerate(self.names):
-            self._weights(t).copy_(state[f"{name}.weight"])
-            self._states(t).copy_(state[f"{name}.state"])
-            self._written[t].copy_(state[f"{name}.written"])
-            self.steps[t] = int(state[f"{name}.step"])
-        self.version += 1
-        self.discard()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingStore:
-        self._refuse_pending()
-        copy = EmbeddingStore(self.tables, [self.front.fresh()], backend=self.backend)
+        if self.durable is not None:
+            raise NotSupported(f"copying a store on disk: open {self.durable.folder} read-only instead")
+        copy = EmbeddingStore(self.tables, [tier.fresh() for tier in self.tiers], backend=self.backend)
         memo[id(self)] = copy
-        for mine, other in zip(self._slabs + self._written, copy._slabs + copy._written, strict=True):
-            other.copy_(mine)
-        copy.steps, copy.frozen, copy.guard = list(self.steps), self.frozen, self.guard
+        copy.load_state_dict(self.state_dict())
+        copy.frozen, copy.guard = self.frozen, self.guard
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.tables, self.backend, self.state_dict(), self.frozen, self.guard)
+        tiers = [tier.fresh() for tier in self.tiers]
+        if self.durable is not None:  # the path travels; what is opened from it elsewhere reads only
+            self._settled()
+            return _reopen, (self.tables, tiers, self.backend, self.frozen, self.guard)
+        return _rebuild, (self.tables, tiers, self.backend, self.state_dict(), self.frozen, self.guard)
+
+
+def cache_bytes() -> int:
+    """The memory that a reopened store caches rows in where nobody says: a sixteenth of what is available."""
+    return max(1 << 20, (available_bytes() or 4 << 30) // 16)
 
 
 def _rebuild(
     tables: list[TableConfig],
+    tiers: list[Any],
     backend: str,
     state: dict[str, Tensor],
     frozen: frozenset[int],
     guard: Callable[[], None] | None,
 ) -> EmbeddingStore:
-    store = EmbeddingStore(tables, backend=backend)
+    store = EmbeddingStore(tables, tiers, backend=backend)
     store.load_state_dict(state)
+    store.frozen, store.guard = frozen, guard
+    return store
+
+
+def _reopen(
+    tables: list[TableConfig],
+    tiers: list[Any],
+    backend: str,
+    frozen: frozenset[int],
+    guard: Callable[[], None] | None,
+) -> EmbeddingStore:
+    store = EmbeddingStore(tables, [*tiers[:-1], tiers[-1].reader()], backend=backend)
     store.frozen, store.guard = frozen, guard
     return store

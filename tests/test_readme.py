@@ -10,7 +10,8 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE |
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=[f"block {i}" for i in range(len(BLOCKS))])
-def test_a_block_of_code_runs(code: str) -> None:
+def test_a_block_of_code_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write
     exec(compile(code, str(README), "exec"), {"__name__": "readme"})
 
 

@@ -352,6 +352,21 @@ class Front(FrontRows):
         if isinstance(lease, Lease):
             self._turn.release(lease)
 
+    def announce(self, features: Tensor, values: Tensor, offsets: Tensor | None, ahead: int) -> None:
+        """A batch that is to be staged ``ahead`` batches after the next one will need these ids (``policy="lookahead"``;
+        the other policies do not care)."""
+        listening = {t for t, table in self._hot.items() if table.keeper is not None and table.keeper.policy == "lookahead"}
+        if not listening:
+            return
+        ids = values.to(torch.int64).contiguous().numpy()
+        for t, ranges in self._ranges(features, offsets)[0].items():
+            keeper = self._hot[t].keeper
+            if keeper is None or t not in listening:
+                continue
+            wanted = np.unique(np.concatenate([ids[first:last] for first, last in ranges]))
+            with self._stage_lock:
+                keeper.announce(wanted, self._hot[t].slots_of(wanted), self._tick + 1 + ahead)
+
     def pins(self) -> int:
         """Pinned rows."""
         with self._turn:

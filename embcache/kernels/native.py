@@ -149,7 +149,7 @@ def touch_rows(
 
 
 def check_ids(values: Tensor, offsets: Tensor | None, features: Tensor, rows: Tensor) -> int:
-    """First position whose id is outside ``[0, rows[table])``, or -1."""
+    """First position whose id is outside ``[0, rows[table])``, or -1; ``rows[table] < 0``: every id is inside."""
     return torch.ops.embcache.check_ids(values, offsets, features, rows)
 
 

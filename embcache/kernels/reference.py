@@ -244,10 +244,12 @@ def all_finite(grads: Sequence[Tensor]) -> bool:
 
 
 def check_ids(values: Tensor, offsets: Tensor | None, features: Tensor, rows: Tensor) -> int:
-    """First position whose id is outside ``[0, rows[table])``, or -1."""
+    """First position whose id is outside ``[0, rows[table])``, or -1; ``rows[table] < 0``: every id is inside."""
     limits = rows.tolist()
     first = -1
     for f in _features(features):
+        if limits[f.table] < 0:
+            continue
         start, stop = _range(f, offsets)
         ids = values[start:stop]
         bad = (ids < 0) | (ids >= limits[f.table])

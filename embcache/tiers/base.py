@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,35 +35,6 @@ class Arena:
     slab: Tensor
     written: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     slot_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-
-
-class FrontTier(Protocol):
-    """The tier that lookups and updates read: rows of a staged batch are pinned in its arenas.
-
-    ``stage`` pins hard; ``relax`` after the lookup lets rows leave; ``slots`` pins again, staging what has left;
-    ``release`` ends the lease. A lease is whatever the tier needs to remember.
-    """
-
-    arenas: list[Arena]
-
-    def open(self, tables: Sequence[TableConfig], kernels: ModuleType) -> None:
-        """Allocate for these tables; once."""
-
-    def fresh(self) -> FrontTier:
-        """An unopened tier of the same description (for copies of a store)."""
-
-    def stage(self, features: Tensor, values: Tensor, offsets: Tensor | None, training: bool) -> Any:
-        """Make the rows of the ids resident; returns the lease. Not ``training``: they are read once and none need stay
-        afterwards."""
-
-    def slots(self, lease: Any) -> Tensor:
-        """The slot of each id of the staged values, in their order."""
-
-    def relax(self, lease: Any) -> None:
-        """The lookup is done: until the next ``slots`` its rows may leave."""
-
-    def release(self, lease: Any) -> None:
-        """The handle is gone."""
 
 
 class BackTier(Protocol):
@@ -112,6 +82,9 @@ class DurableTier(BackTier, Protocol):
     def sync(self) -> None:
         """Everything frozen is on the disk afterwards; may run while new rows are written."""
 
+    def changed_since(self, table: int, generation: int) -> np.ndarray | None:
+        """Keys (ascending as unsigned numbers, each once) written or deleted after a generation; None: not known."""
+
     def sealed(self, number: int, horizon: int) -> None:
         """The manifest names generation ``number``; no generation before ``horizon`` will be asked for again, so rows
         up to it may be merged, in the background."""
@@ -123,5 +96,6 @@ class DurableTier(BackTier, Protocol):
     def trimmed(self, description: dict[str, Any]) -> dict[str, Any]:
         """The same rows as they are stored now: without the segments that merges have made superfluous."""
 
-    def restore(self, description: dict[str, Any] | None) -> None:
-        """The rows are exactly those of a description (None: of an empty store); what was not frozen is dropped."""
+    def restore(self, description: dict[str, Any] | None, keep: Sequence[dict[str, Any]] = ()) -> None:
+        """The rows are exactly those of a description (None: of an empty store); what was not frozen is dropped.
+        ``keep``: descriptions of other generations that may be asked for."""

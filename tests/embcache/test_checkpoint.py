@@ -13,7 +13,6 @@ import embcache as ec
 from embcache import statefile
 from embcache.checkpoint import MANIFEST, Checkpoints
 from embcache.errors import CorruptStore, FormatVersion, SchemaMismatch, StorageFull
-from embcache.rows import count_written, load_rows, reset_rows, written_rows
 from embcache.statefile import equal_states, pack, unpack
 
 
@@ -79,12 +78,12 @@ def test_pack_refuses_what_only_pickle_could_save():
 
 def test_only_written_rows_come_out_in_blocks_and_order():
     store = make_store()
-    assert list(written_rows(store, 0, 10)) == []
+    assert list(store.written_rows("a", 10)) == []
     train(store, [5, 99, 5, 0, 17])
-    blocks = list(written_rows(store, 0, 3))
+    blocks = list(store.written_rows("a", 3))
     assert [b[0].tolist() for b in blocks] == [[0, 5, 17], [99]]
-    assert count_written(store, 0) == 4
-    assert count_written(store, 1) == 0
+    assert store.count_written("a") == 4
+    assert store.count_written("b") == 0
     ids = torch.cat([b[0] for b in blocks])
     assert torch.equal(torch.cat([b[1] for b in blocks]), store.weight("a")[ids])
     assert torch.equal(torch.cat([b[2] for b in blocks]), store.state("a")[ids])
@@ -94,18 +93,18 @@ def test_only_written_rows_come_out_in_blocks_and_order():
 def test_reset_gives_the_initial_rows_back(dtype):
     store, fresh = make_store(dtype=dtype, padding_idx=3), make_store(dtype=dtype, padding_idx=3)
     train(store, [1, 2, 99], [4])
-    reset_rows(store, 0)
-    reset_rows(store, 1)
+    store.begin_restore(None)
+    store.steps[:] = [0, 0]
     assert equal_states(state(store), state(fresh))
 
 
 def test_loading_rows_marks_them_written():
     store, other = make_store(), make_store()
     train(store, [8, 15, 16], [6])
-    for t in range(2):
-        for ids, weight, rows in written_rows(store, t, 2):
-            load_rows(other, t, ids, weight, rows)
-        other.steps[t] = store.steps[t]
+    for name in "ab":
+        for ids, weight, rows in store.written_rows(name, 2):
+            other.load_rows(name, ids, weight, rows)
+    other.steps[:] = store.steps
     assert equal_states(state(store), state(other))
 
 
@@ -190,7 +189,16 @@ class Crash(BaseException):
 
 def crash_points():
     """Names of the steps of a save, as they call into the system."""
-    return ["mkdir", "rows", "state.safetensors", "state.json", "manifest.json.tmp", "replace", "sweep"]
+    return [
+        "mkdir",
+        "rows",
+        "state.safetensors",
+        "extra.safetensors",
+        "state.json",
+        "manifest.json.tmp",
+        "replace",
+        "sweep",
+    ]
 
 
 @pytest.mark.parametrize("point", crash_points())
@@ -270,7 +278,7 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize("how", ["missing", "torn", "one bit", "foreign"])
-@pytest.mark.parametrize("name", ["state.json", "state.safetensors", "rows-00000.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors", "extra.safetensors", "rows-00000.safetensors"])
 def test_a_damaged_file_is_refused_before_a_row_changes(tmp_path, name, how):
     store = make_store()
     train(store, [1, 2], [3])
@@ -297,7 +305,7 @@ def test_foreign_and_newer_manifests_are_told_apart(tmp_path):
     with pytest.raises(CorruptStore, match="not a checkpoint of this library"):
         Checkpoints(tmp_path)
     (tmp_path / MANIFEST).write_text('{"format": "embcache-checkpoint", "version": 99}')
-    with pytest.raises(FormatVersion, match="version 99, this version reads up to 1"):
+    with pytest.raises(FormatVersion, match="version 99, this version reads up to 2"):
         Checkpoints(tmp_path)
 
 

@@ -333,7 +333,7 @@ def test_store_state_dict_round_trip(backend: str) -> None:
     assert other.store.steps == [1, 1]
     saved = copy.copy(ebc.store.state_dict())
     saved["a.weight"] = saved["a.weight"][:5]
-    with pytest.raises(SchemaMismatch, match=r"a.weight: saved \(torch.Size\(\[5, 4\]\).*declared"):
+    with pytest.raises(SchemaMismatch, match=r"a.weight: saved \(\(5, 4\).*declared"):
         other.store.load_state_dict(saved)
     assert equal(state(other), state(ebc))
 

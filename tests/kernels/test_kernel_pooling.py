@@ -183,6 +183,7 @@ def test_check_ids_finds_the_first_bad_position(backend: ModuleType, ids: torch.
             assert backend.check_ids(values, batch.offsets, batch.features, rows) == at
     assert backend.check_ids(batch.values, batch.offsets, batch.features, torch.tensor([50, 0])) >= 0
     assert backend.check_ids(batch.values[:0], None, batch.features[:0], rows) == -1
+    assert backend.check_ids(batch.values.neg(), batch.offsets, batch.features, torch.tensor([-1, -1])) == -1
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
