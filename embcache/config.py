@@ -36,8 +36,8 @@ class Admission:
     """Which ids may have a row: those trained on ``min_count`` times, counted over occurrences in steps.
 
     Until then an id reads as its initial value and its gradient is dropped; the step in which the count is reached is
-    its first. Counts live in a counting Bloom filter (Fan et al., "Summary Cache", 2000): ``cells`` counters, four per id,
-    none above ``min_count``, tell about ``cells / 8`` ids apart; beyond, ids that share their counters
+    its first. Counts live in a counting Bloom filter (Fan et al., "Summary Cache", 2000): ``cells`` counters, four per
+    id, none above ``min_count``, tell about ``cells / 8`` ids apart; beyond, ids that share their counters
     with others come in early. A row that exists is never asked again; an id whose row was deleted or has expired is
     known already. What is admitted is a function of the batches alone, not of their order within a step.
     """

@@ -4,8 +4,8 @@
   of rows. Frequencies count half after 256 uses per cached row.
 * ``"lfu_decay"``: the same with half after 32 uses per cached row, for ids whose popularity drifts.
 * ``"lru"``: the batch that used the row last.
-* ``"lookahead"``: rows that an announced batch needs stay, those needed soonest longest (Belady, "A Study of Replacement
-  Algorithms for a Virtual-Storage Computer", 1966, inside the known window); the others as under ``"lfu"``.
+* ``"lookahead"``: rows that an announced batch needs stay, those needed soonest longest (Belady, "A Study of
+  Replacement Algorithms for a Virtual-Storage Computer", 1966, inside the known window); the others as under ``"lfu"``.
 * a callable ``f(ids int64 [n], counts int32 [n], last int64 [n]) -> int64 [n]`` of resident rows: uses since they came
   in, and the number of the batch that used them last. It is asked for many rows at once, only when rows have to leave.
 
@@ -56,8 +56,8 @@ class ScoreKeeper:
     """Scores of the slots ``[0, rows)`` of one cache.
 
     Slots from ``rows`` on (an overflow extent) may be passed: no row there is scored, uses of its id are remembered.
-    ``tick`` is a number of the batch that never decreases. Not thread-safe: the cache calls it under its lock. All slots
-    of a call are distinct.
+    ``tick`` is a number of the batch that never decreases. Not thread-safe: the cache calls it under its lock. Slots of
+    one call are distinct.
 
     >>> keeper = ScoreKeeper("lru", rows=4)
     >>> keeper.insert(np.array([0, 1, 2]), np.array([70, 71, 72]), np.array([1, 1, 1], dtype=np.int32), tick=1)
@@ -121,7 +121,7 @@ class ScoreKeeper:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, as far as they can be used."""
-        arrays = self.score, self._queue, self._seen, self._sample, self._state, *self._rule.arrays
+        arrays = [self.score, self._queue, self._seen, self._sample, self._state, *self._rule.arrays]
         return sum(a.nbytes for a in arrays)
 
 

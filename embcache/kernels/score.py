@@ -144,7 +144,7 @@ def insert_ahead(
     ids: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """New rows of batch ``state[NOW]``; ``awaited``: by hash of the id, the last batch that was announced to need it."""
+    """New rows of batch ``state[NOW]``; ``awaited``: by hash of the id, the last batch announced to need it."""
     mask = np.uint64(awaited.shape[0] - 1)
     for i in range(slots.shape[0]):
         s = np.int64(slots[i])
