@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 from typing import ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from embcache.errors import StoreLocked
 
@@ -22,10 +22,12 @@ __all__ = ["FolderLock"]
 class FolderLock:
     """The folder ``path`` is written by this process alone as long as this object lives.
 
-    A process that holds it already gets the same object again. Raises StoreLocked naming the other writer.
+    A process that holds it already gets the same object again. Raises StoreLocked naming the other writer. Processes
+    forked from this one (a loader's) let go of it at once, so that it ends with this one whatever they do.
     """
 
     _held: ClassVar[WeakValueDictionary[tuple[int, str], FolderLock]] = WeakValueDictionary()
+    _open: ClassVar[WeakSet[FolderLock]] = WeakSet()
 
     @classmethod
     def take(cls, path: Path) -> FolderLock:
@@ -39,6 +41,7 @@ class FolderLock:
     def __init__(self, path: Path) -> None:
         self._path = path / "lock"
         self._file = self._path.open("a+", encoding="utf-8")
+        self._open.add(self)
         if fcntl is None:
             return
         try:
@@ -52,8 +55,17 @@ class FolderLock:
         self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         self._file.flush()
 
+    @classmethod
+    def forget(cls) -> None:
+        """In a forked child: close what the parent has locked, which unlocks nothing there."""
+        for lock in list(cls._open):
+            lock._file.close()
+        cls._held.clear()
+
     def _current(self) -> bool:
         """Whether the file that is locked is still the one in the folder (which may have been removed and remade)."""
+        if self._file.closed:
+            return False
         return self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
 
     def __del__(self) -> None:
@@ -66,3 +78,7 @@ def _parsed(text: str) -> dict[str, object]:
         return dict(json.loads(text))
     except (ValueError, TypeError):
         return {}
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=FolderLock.forget)

@@ -50,3 +50,26 @@ def test_a_process_may_take_its_own_folder_again(tmp_path):
     del first, second
     gc.collect()
     FolderLock.take(tmp_path)
+
+
+def test_a_forked_child_that_outlives_the_writer_holds_nothing(tmp_path):
+    receive, send = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        os.setpgid(0, 0)
+        lock = FolderLock.take(tmp_path)
+        os.fork()
+        os.write(send, b"x")  # once by each of them
+        signal.pause()
+        del lock
+    try:
+        assert os.read(receive, 1) + os.read(receive, 1) == b"xx"
+        with pytest.raises(StoreLocked, match=f"process {writer} on"):
+            FolderLock.take(tmp_path)
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        FolderLock.take(tmp_path)
+    finally:
+        os.killpg(writer, signal.SIGKILL)
+        os.close(receive)
+        os.close(send)
