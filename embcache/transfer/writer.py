@@ -112,7 +112,8 @@ class _BucketFile:
         pa, self._pq = columns.arrow()
         self._schema = pa.schema([columns.schema_of(table).field(0)]) if deleted else columns.schema_of(table)
         self._sink = _Sink((folder / name).open("wb"))
-        self._pa, self._rows, self._writer = pa, 0, None
+        self._pa, self._rows = pa, 0
+        self._writer: Any = None
 
     def __enter__(self) -> _BucketFile:
         self._writer = self._pq.ParquetWriter(self._pa.PythonFile(self._sink, mode="w"), self._schema, **columns.WRITER)
