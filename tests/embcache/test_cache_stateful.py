@@ -260,7 +260,7 @@ class DiskMachine(StoreMachine):
 def test_random_operations_against_a_dict(machine: type[StoreMachine]) -> None:
     case = machine.TestCase
     case.settings = settings(
-        max_examples=60 if machine is StoreMachine else 40,
+        max_examples=40 if machine is StoreMachine else 30,
         stateful_step_count=40,
         deadline=None,
         derandomize=True,

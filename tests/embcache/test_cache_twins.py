@@ -63,6 +63,7 @@ def twins(
 ) -> dict[str, Any]:
     """Train both; compare everything; the cached store's counters."""
     plain, cached = pair(tmp_path, cache, **options)
+    assert len(cached.front.below) == options.get("below", "ram").count(",") + 1
     same_outputs(
         train(plain, stream(kind, steps, seed)),
         train(cached, stream(kind, steps, seed), ahead),
