@@ -20,6 +20,7 @@ from embcache.train.loop import Trainer
 from embcache.train.optimizers import OptimizerConfig, dense_optimizer, sparse_rule
 from embcache.train.run import observers
 from embcache.train.state import seed_all
+from embcache.train.storage import StorageConfig
 
 __all__ = ["ClickConfig", "ModelConfig", "build_tables", "build_trainer", "model_name", "test_loader"]
 
@@ -33,7 +34,6 @@ class ModelConfig:
     model: Literal["dlrm", "dcnv2", "deepfm", "finalmlp"] = flag("dlrm", "which model")
     loss: Literal["bce"] = flag("bce", "binary cross-entropy of the logits")
     dim: int = flag(16, "columns of every embedding table")
-    tiers: Literal["ram"] = flag("ram", "where embedding rows live")
     table_dtype: Literal["fp32", "bf16", "fp16"] = flag("fp32", "stored embedding weights")
     dense_dtype: Literal["fp32", "bf16"] = flag("fp32", "precision of the dense part (bf16: autocast)")
     bottom_mlp: tuple[int, ...] | None = flag(None, "dlrm: layers over the dense features")
@@ -57,7 +57,7 @@ class ModelConfig:
 
     def sizes(self) -> dict[str, Any]:
         """The options that were given."""
-        common = ("model", "loss", "dim", "tiers", "table_dtype", "dense_dtype")
+        common = ("model", "loss", "dim", "table_dtype", "dense_dtype")
         return {k: v for k, v in vars(self).items() if k not in common and v is not None}
 
 
@@ -68,6 +68,7 @@ class ClickConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
     monitor: Literal["auc", "ne", "logloss"] = flag("auc", "metric that early stopping and the best weights follow")
     eval_batch_size: int = flag(8192, "samples in a batch of an evaluation")
     workers: int = flag(1, "threads that gather batches ahead")
@@ -124,12 +125,15 @@ def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> T
         torch.set_num_threads(train.threads)
     seed_all(train.seed)
     tables = build_tables(data, config.model, sparse_rule(config.optimizer), train.seed)
-    sizes = {**config.model.sizes(), "dense_dtype": config.model.dense_dtype}
+    sizes = {**config.model.sizes(), "dense_dtype": config.model.dense_dtype, "tiers": config.storage.chain(train.out)}
     try:
         task = ClickTask(build(config.model.model, tables, data.n_dense, **sizes), train.device, config.monitor)
         dense = dense_optimizer(task.model.parameters(), config.optimizer)
     except ValueError as error:  # of the model or of torch, about a size or a rate
         raise BadConfig(str(error)) from error
+    store = task.model.store
+    if store.durable is not None:  # rows and checkpoints are one folder with one commit point
+        checkpoints, store.checkpoints.keep = store.checkpoints, train.keep
     batches = Loader(data, "train", train.global_batch_size, shuffle=True, seed=train.seed, workers=config.workers)
     valid = Loader(data, "valid", config.eval_batch_size) if len(data.splits.get("valid", ())) else None
     return Trainer(
@@ -138,7 +142,7 @@ def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> T
             dense,
             ec.optim.SparseOptimizer(task.model, on_nonfinite=train.on_nonfinite),
         ],
-        batches,
+        config.storage.staged(batches, store, task, train.micro_batches),
         valid,
         train,
         config.optimizer,

@@ -37,8 +37,10 @@ class ClickTask:
         self.counters: dict[str, int] = {}
 
     def split(self, batch: ClickBatch, parts: int) -> list[ClickBatch]:
-        """See :func:`split_batch`."""
-        return split_batch(batch, parts)
+        """See :func:`split_batch`; asked again, the same objects."""
+        if parts not in batch.parts:
+            batch.parts[parts] = split_batch(batch, parts)
+        return batch.parts[parts]
 
     def jagged(self, batch: ClickBatch) -> list[KeyedJaggedTensor]:
         """The ids that the model looks up."""

@@ -20,7 +20,7 @@ class Config(ClickConfig):
 
 def main(config: Config) -> None:
     # The run's folder: config.yaml now, checkpoints and curves on the way, report.html at the end.
-    checkpoints = open_run(config.train, config)
+    checkpoints = open_run(config.train, config, config.storage)
 
     # Log lines to columns, once; later runs with the same --columns start at once.
     columns = open_data(config.data, config.train.out, "criteo")

@@ -33,7 +33,7 @@ class Config(ClickConfig):
 
 
 def main(config: Config) -> None:
-    checkpoints = open_run(config.train, config)
+    checkpoints = open_run(config.train, config, config.storage)
 
     # One row of each table stands for a missing id.
     sizes = (config.rows // config.n_tables - 1,) * config.n_tables

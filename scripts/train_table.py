@@ -29,7 +29,7 @@ class Config(ClickConfig):
 
 
 def main(config: Config) -> None:
-    checkpoints = open_run(config.train, config)
+    checkpoints = open_run(config.train, config, config.storage)
     columns = open_data(config.data, config.train.out, config.schema)
 
     trainer = build_trainer(config, columns, checkpoints)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,8 @@ class ClickBatch:
     dense: torch.Tensor
     sparse: KeyedJaggedTensor
     labels: torch.Tensor
+    parts: dict[int, list[ClickBatch]] = field(default_factory=dict, repr=False, compare=False)
+    """Its micro-batches, by their number, where it was cut: their rows may be staged."""
 
     def __len__(self) -> int:
         return int(self.labels.shape[0])

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from embcache.train import state
 from embcache.train.config import TrainConfig
 from embcache.train.observe import Observer, Stopwatch
 from embcache.train.optimizers import OptimizerConfig, schedulers
+from embcache.train.storage import Traffic
 from embcache.train.task import BatchSource, Evaluation, Progress, Task, Window
 
 __all__ = ["NonFiniteLoss", "Trainer"]
@@ -66,6 +68,7 @@ class Trainer:
         self.stores = state.stores_of(self.optimizers)
         self.progress = Progress()
         self.last_evaluation: Evaluation | None = None
+        self._traffic = Traffic(self.stores)
         self._dense = [p for p in task.model.parameters() if p.requires_grad]
         self._evaluated_at = -1
         self._saved_at = -1
@@ -80,13 +83,15 @@ class Trainer:
         for observer in self.observers:
             observer.begin(self.progress, self.total_steps)
         try:
-            for batch in self._positions():
-                self.train_step(batch)
-                self._after_step()
-                if self.progress.stopped:
-                    break
+            with closing(self._positions()) as batches:
+                for batch in batches:
+                    self.train_step(batch)
+                    self._after_step()
+                    if self.progress.stopped:
+                        break
             if self.progress.step != self._saved_at:
                 self.save()
+            self._finish_saving()
         finally:
             for observer in self.observers:
                 observer.end()
@@ -139,8 +144,19 @@ class Trainer:
         with self._watch("checkpoint"):
             is_best = self.progress.best_step == self.progress.step
             notes = {"step": self.progress.step, "best_value": self.progress.best_value}
-            self.checkpoints.save(self._state(), self.stores, notes=notes, best=is_best)
+            self.checkpoints.save(self._state(), self.stores, notes=notes, best=is_best, wait=False)
         self._saved_at = self.progress.step
+
+    def _finish_saving(self) -> None:
+        if self.checkpoints is not None:
+            with self._watch("checkpoint"):
+                self.checkpoints.wait()
+
+    def close(self) -> None:
+        """Close the stores on disk; the trainer cannot be used afterwards."""
+        for store in self.stores:
+            if store.durable is not None:
+                store.close()
 
     def restore(self, which: str) -> None:
         """Load the "latest" or the "best" checkpoint, everything in it."""
@@ -174,7 +190,7 @@ class Trainer:
     def _watch(self) -> Stopwatch:
         return Stopwatch(self.progress.stages)
 
-    def _positions(self) -> Iterator[Any]:
+    def _positions(self) -> Generator[Any]:
         """Batches from the current position on; the position moves when the next one is asked for, after the step."""
         p = self.progress
         while p.step < self.total_steps and not p.stopped:
@@ -182,12 +198,19 @@ class Trainer:
                 p.epoch, p.batch = p.epoch + 1, 0
             self.batches.set_position(p.epoch, p.batch)
             source, begun = iter(self.batches), p.batch
-            while p.step < self.total_steps and not p.stopped:
-                with self._watch("waiting for data"):
-                    batch = next(source, None)
-                if batch is None:
-                    break
-                yield batch
+            try:
+                while p.step < self.total_steps and not p.stopped:
+                    waiting = time.perf_counter()
+                    with self._watch("waiting for data"):
+                        batch = next(source, None)
+                    if batch is None:
+                        break
+                    waited = time.perf_counter() - waiting
+                    p.seconds, p.window.seconds = p.seconds + waited, p.window.seconds + waited
+                    yield batch
+            finally:
+                if hasattr(source, "close"):  # its threads and pins end now, not when it is collected
+                    source.close()
             if p.batch == begun < len(self.batches) and p.step < self.total_steps:
                 raise RuntimeError(
                     f"the data source gave no batch {p.batch} of epoch {p.epoch}, though it has a length"
@@ -281,7 +304,8 @@ class Trainer:
         p.loss, p.window = w.loss / w.terms if w.terms else math.nan, Window()
         speed = w.samples / max(w.seconds, 1e-9)
         lr = float(self.optimizers[0].param_groups[0]["lr"])
-        self._tell_point({"step": p.step, "kind": "train", "loss": p.loss, "samples_per_second": speed, "lr": lr})
+        point = {"step": p.step, "kind": "train", "loss": p.loss, "samples_per_second": speed, "lr": lr}
+        self._tell_point({**point, **self._traffic.point()})
 
     def _judge(self, value: float) -> None:
         """Early stopping: ``patience`` evaluations in a row without an improvement of more than ``min_delta``."""

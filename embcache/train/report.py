@@ -36,6 +36,7 @@ _NAMES = {"auc": "AUC", "ne": "normalised entropy", "logloss": "log loss", "gauc
 _COLOURS = ("c1", "c3", "c4", "c5")
 _SHOWN_TABLES = 40
 _NOT_DRAWN = ("step", "kind", "logloss", "calibration", "seconds")
+_STAGING = "seconds_"  # begins the names of what staging spends its time on
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class TableFacts:
 class RunRecord:
     """Everything a report shows.
 
-    ``history``: dictionaries with ``step`` and ``kind`` ("train": loss, samples_per_second, lr; "eval": metrics).
+    ``history``: dictionaries with ``step`` and ``kind`` ("train": loss, samples_per_second, lr, and of cached tables
+    hit_rate, bytes_read, bytes_written, seconds_<stage>, all since the point before; "eval": metrics).
     ``best_possible``: value of a metric that no model can beat, where it is known (generated data).
     ``calibration``: (weight, mean prediction, observed rate) per bin. ``machine``: facts as from ``machine_facts``.
     """
@@ -90,6 +92,7 @@ def write_report(path: Path, record: RunRecord) -> None:
                 "Time, machine, calibration" if calibration_plot(record.calibration) else "Time and machine",
                 _time_and_calibration(record),
             ),
+            _section("Cache and disk", _cache(record)),
             _section("Embedding tables", _tables(record)),
             _section("Configuration", _facts(record.config)),
             "<footer>Everything in this file was written by the run itself; it loads nothing from anywhere.</footer>",
@@ -133,7 +136,7 @@ def _hero(r: RunRecord) -> str:
     others = [name for name in r.test if name != r.lead]
     facts = [("test " + metric_name(name), _value(r.test[name]), _note(r, name)) for name in others]
     if r.samples_per_second:
-        facts.append(("samples per second", f"{r.samples_per_second:,.0f}", "training alone"))
+        facts.append(("samples per second", f"{r.samples_per_second:,.0f}", "without evaluations"))
     if r.sparse_parameters or r.dense_parameters:
         total = compact(r.sparse_parameters + r.dense_parameters)
         facts.append(("parameters", total, f"{compact(r.dense_parameters)} of them dense"))
@@ -209,6 +212,31 @@ def _time_and_calibration(r: RunRecord) -> str:
     return f'<div class="split">{"".join(cards)}</div>' if any(cards) else ""
 
 
+def _cache(r: RunRecord) -> str:
+    """Hit rate and traffic over the steps, and what staging did with its time."""
+    points = [h for h in r.history if h.get("kind") == "train" and "hit_rate" in h]
+    if not points:
+        return ""
+    steps = _column(points, "step")
+    lengths = [b - a for a, b in zip([0.0, *steps], steps, strict=False)]
+    hits = Series("hit rate", "c3", steps, _column(points, "hit_rate"))
+    cards = [line_chart("Hit rate", [hits], note="of the unique ids of a batch")]
+    moved = []
+    for name, key, colour in (("read", "bytes_read", "c1"), ("written", "bytes_written", "c2")):
+        values = _column(points, key)
+        megabytes = [v / n / 1e6 if n > 0 else math.nan for v, n in zip(values, lengths, strict=True)]
+        moved.append(Series(f"{name}, {_bytes(_total(values))} in all", colour, steps, megabytes))
+    cards.append(line_chart("Megabytes a step below the cache", moved, digits=3, zero=True))
+    stages = dict.fromkeys(key for h in points for key in h if key.startswith(_STAGING))
+    spent = [(key.removeprefix(_STAGING).replace("_", " "), _total(_column(points, key))) for key in stages]
+    cards.append(stacked_bar("Staging", spent, "seconds beside training, on the thread that stages ahead"))
+    return f'<div class="grid2">{"".join(map(_card, cards))}</div>'
+
+
+def _total(values: Sequence[float]) -> float:
+    return sum(v for v in values if math.isfinite(v))
+
+
 def _tables(r: RunRecord) -> str:
     if not r.tables:
         return ""
@@ -222,7 +250,7 @@ def _tables(r: RunRecord) -> str:
         counts = (f"{t.written:,}", declared, str(t.dim), compact(t.lookups), per_row, _bytes(t.bytes))
         rows.append((t.name, touched, *counts))
         shares.append(share)
-    headers = ("table", "rows touched", "touched", "rows", "dim", "lookups", "lookups a touched row", "memory")
+    headers = ("table", "rows touched", "touched", "rows", "dim", "lookups", "lookups a touched row", "stored")
     rest = len(ordered) - len(rows)
     more = f'<p class="note">and {rest} more tables with fewer lookups</p>' if rest > 0 else ""
     written, lookups = sum(t.written for t in r.tables), sum(t.lookups for t in r.tables)
@@ -279,7 +307,7 @@ def _config_value(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _bytes(size: int) -> str:
+def _bytes(size: float) -> str:
     text = compact(size)
     return text + ("B" if " " in text else " B")
 

@@ -15,13 +15,13 @@ import yaml
 
 from embcache.checkpoint import Checkpoints
 from embcache.errors import CorruptStore, SchemaMismatch
-from embcache.rows import count_written
 from embcache.statefile import replace_file
 from embcache.train.config import TrainConfig
 from embcache.train.flags import flatten, save_yaml
 from embcache.train.loop import Trainer
 from embcache.train.observe import Console, History, Observer, TensorBoard, read_history
 from embcache.train.report import RunRecord, TableFacts, machine_facts, write_report
+from embcache.train.storage import StorageConfig
 from embcache.train.task import BatchSource, Evaluation
 
 __all__ = ["Result", "finish", "observers", "open_run"]
@@ -29,6 +29,7 @@ __all__ = ["Result", "finish", "observers", "open_run"]
 # What a resumed run may change: none of it takes part in what the next steps compute.
 FREE = {"out", "resume", "steps", "epochs", "eval_every", "checkpoint_every", "keep", "patience", "min_delta"}
 FREE |= {"test_weights", "log_every", "tensorboard", "threads", "eval_batch_size", "workers"}
+FREE |= {"cache_rows", "cache_bytes", "policy", "depth", "window"}
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,20 @@ class Result:
         return [f"loss {self.loss:.4f}", *(f"test {name} {value:.4f}" for name, value in metrics.items())]
 
 
-def open_run(train: TrainConfig, config: Any) -> Checkpoints:
-    """Make or reopen the run's folder and save ``config.yaml`` there.
+def open_run(train: TrainConfig, config: Any, storage: StorageConfig | None = None) -> Checkpoints:
+    """Make or reopen the run's folder and save ``config.yaml`` there; gives the checkpoints of the run, which lie with
+    the rows where ``storage`` keeps those on disk.
 
     Raises FileExistsError when the folder holds a run and ``--resume`` was not given, StoreLocked when another process
     trains there, and SchemaMismatch when a resumed run changes a setting that its past depends on.
     """
-    checkpoints = Checkpoints(train.out / "checkpoints", keep=train.keep)
+    folder = (storage or StorageConfig()).folder(train.out)
+    checkpoints = Checkpoints(folder, keep=train.keep)
     checkpoints.claim()
     if not train.resume and checkpoints.latest is not None:
-        raise FileExistsError(f"{train.out} already holds a run: go on with it (--resume) or give another --out")
+        where = train.out if folder.is_relative_to(train.out) else folder
+        flag = "--out" if where == train.out else "--store"
+        raise FileExistsError(f"{where} already holds a run: go on with it (--resume) or give another {flag}")
     saved = train.out / "config.yaml"
     if checkpoints.latest is not None and saved.exists():
         _check_same(saved, flatten(config))
@@ -77,7 +82,7 @@ def finish(
     title: str,
     best_possible: Mapping[str, float] | None = None,
 ) -> Result:
-    """Test the weights that the configuration asks for, write ``result.json`` and ``report.html``."""
+    """Test the weights that the configuration asks for, write ``result.json`` and ``report.html``, close the stores."""
     train = trainer.config
     progress = dataclasses.replace(trainer.progress)
     tables, saved = _table_facts(trainer), trainer.checkpoints
@@ -100,7 +105,7 @@ def finish(
         samples=progress.samples,
         samples_per_second=progress.samples / progress.seconds if progress.seconds else 0.0,
         dense_parameters=sum(p.numel() for p in trainer.task.model.parameters()),
-        sparse_parameters=sum((t.num_embeddings or 0) * t.embedding_dim for s in trainer.stores for t in s.tables),
+        sparse_parameters=sum((t.rows or t.written) * t.dim for t in tables),
         best_step=progress.best_step,
         stages=progress.stages,
         tables=tables,
@@ -109,23 +114,27 @@ def finish(
         machine=machine_facts(),
     )
     write_report(result.report, record)
+    trainer.close()
     return result
 
 
 def _table_facts(trainer: Trainer) -> list[TableFacts]:
-    lookups = trainer.task.counters
-    return [
-        TableFacts(
-            name=table.name,
-            rows=table.num_embeddings,
-            dim=table.embedding_dim,
-            written=count_written(store, t),
-            lookups=sum(lookups.get(feature, 0) for feature in table.feature_names),
-            bytes=(table.num_embeddings or 0) * table.row_bytes,
-        )
-        for store in trainer.stores
-        for t, table in enumerate(store.tables)
-    ]
+    lookups, facts = trainer.task.counters, []
+    for store in trainer.stores:
+        for t, table in enumerate(store.tables):
+            written = store.count_written(table.name)
+            held = table.num_embeddings if store.front.direct(t) and table.num_embeddings else written
+            facts.append(
+                TableFacts(
+                    name=table.name,
+                    rows=table.num_embeddings,
+                    dim=table.embedding_dim,
+                    written=written,
+                    lookups=sum(lookups.get(feature, 0) for feature in table.feature_names),
+                    bytes=held * table.row_bytes,
+                )
+            )
+    return facts
 
 
 def _summary(trainer: Trainer, progress: Any) -> str:

@@ -38,7 +38,11 @@ class Task(Protocol):
         """The model, moved to its device."""
 
     def split(self, batch: Any, parts: int) -> Sequence[Any]:
-        """The batch as micro-batches, some of them possibly empty."""
+        """The batch as micro-batches, some of them possibly empty; asked again, the same objects."""
+
+    def jagged(self, batch: Any) -> Sequence[Any]:
+        """The ids of a batch that the model looks up, as the KeyedJaggedTensors that it will look up: their rows are
+        staged ahead, on another thread."""
 
     def count(self, batch: Any) -> int:
         """Loss terms of the batch."""
@@ -75,7 +79,8 @@ class Window:
 class Progress:
     """Where a run is: part of every checkpoint. ``epoch`` and ``batch`` are those of the next batch to train.
 
-    ``loss`` is the mean training loss of the last whole window of steps; ``seconds`` counts training steps alone.
+    ``loss`` is the mean training loss of the last whole window of steps; ``seconds`` counts training steps and
+    the waiting for their data.
     """
 
     step: int = 0
