@@ -8,12 +8,13 @@
 >>> optimizer.step()
 """
 
-from . import errors, init, optim, tiers
+from . import errors, init, optim, tiers, transfer
 from .config import Admission, Expiry, TableConfig
 from .jagged import JaggedTensor, KeyedJaggedTensor
 from .keyed_tensor import KeyedTensor
 from .nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection
 from .optim import SparseOptimizer
+from .planning import MemoryPlan, plan
 from .staged import Handle
 from .store import EmbeddingStore
 
@@ -31,11 +32,14 @@ __all__ = [
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "MemoryPlan",
     "SparseOptimizer",
     "TableConfig",
     "__version__",
     "errors",
     "init",
     "optim",
+    "plan",
     "tiers",
+    "transfer",
 ]

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import embcache as ec
-from embcache import plan as planning
+from embcache import planning
 from embcache.cache import open_chain
 from embcache.cache.policy import POLICIES
 from embcache.cache.slots import SlotArrays
 from embcache.errors import BadConfig
 from embcache.kernels import get as get_kernels
 from embcache.kernels.memory import available_bytes
-from embcache.plan import base_bytes, plan
+from embcache.planning import base_bytes, plan
 from embcache.tiers import Lmdb, Ram
 
 
