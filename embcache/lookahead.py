@@ -59,8 +59,8 @@ class LookAhead(Iterator[Any]):
             still pinned, at most 4; where the next does not fit, it waits.
         ids: the jagged input, or inputs, of a batch; None: the batch itself.
         window: further batches that are read and announced, for a policy that knows what is needed later.
-        announce: told the jagged inputs of each batch in the window, and how many batches it lies behind the one that is
-            staged next, the farthest first.
+        announce: told the jagged inputs of each batch once, as soon as it is read, and how many batches there are to be
+            staged up to it (1: it is the next).
 
     Raises, at the batch concerned and after all earlier ones: whatever the loader, ``ids`` or ``stage`` raise;
     CacheTooSmall where a batch does not fit beside those still pinned and ``depth`` is a number.
@@ -171,11 +171,10 @@ class _Source:
         """The next batch, not staged yet; the window behind it is announced."""
         while not self._ended and len(self._later) <= self._window:
             self._later.append(self._pull())
+            if self._announce is not None:
+                for jagged in self._later[-1].jagged:
+                    self._announce(jagged, len(self._later))
         item = self._later.popleft()
-        if self._announce is not None:
-            for ahead in range(len(self._later), 0, -1):
-                for jagged in self._later[ahead - 1].jagged:
-                    self._announce(jagged, ahead)
         return item
 
     def _pull(self) -> _Item:

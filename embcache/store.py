@@ -202,7 +202,7 @@ class EmbeddingStore(StoreDisk):
         return LookAhead(stage, loader, depth, ids, window, self.announce if window else None)
 
     def announce(self, batch: Any, ahead: int) -> None:
-        """Tell the cache that the batch that will be staged ``ahead`` batches after the next one needs these ids:
+        """Tell the cache that the ``ahead``-th batch from now (1: the next that is staged) needs these ids:
         policy="lookahead" keeps their rows. Never raises for what is wrong with the batch; ``stage`` will."""
         with contextlib.suppress(EmbcacheError):
             batch = KeyedJaggedTensor.adopt(batch)
