@@ -55,8 +55,10 @@ def train(store: ec.EmbeddingStore, first: int, n: int = 30) -> None:
 
 
 def contents(store: ec.EmbeddingStore) -> list[Any]:
-    """Ids, weights and state of all written rows."""
-    return [[part.tolist() for part in block] for name in store.names for block in store.written_rows(name)]
+    """Ids, weights and state of the written rows of each table."""
+    return [
+        [torch.cat(parts).tolist() for parts in zip(*store.written_rows(name), strict=True)] for name in store.names
+    ]
 
 
 @pytest.fixture
@@ -172,32 +174,47 @@ def commit(store: ec.EmbeddingStore, wait: bool) -> None:
 # writers, readers, copies --------------------------------------------------------------------------------------------
 
 
+class Child:
+    """A forked process that calls ``body`` when it is asked for ``result``: what it raises, as type and message."""
+
+    def __init__(self, body: Callable[[], object]) -> None:
+        begin, self._begin = os.pipe()
+        self._result, send = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            text = ""
+            try:
+                os.read(begin, 1)
+                body()
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+            os.write(send, text.encode())
+            os._exit(0)
+        os.close(begin)
+        os.close(send)
+
+    def result(self) -> str:
+        os.write(self._begin, b"x")
+        os.close(self._begin)
+        with os.fdopen(self._result, "rb") as file:
+            text = file.read().decode()
+        os.waitpid(self._pid, 0)
+        return text
+
+
 def in_child(body: Callable[[], object]) -> str:
-    """What ``body`` raises in a forked child ("" for nothing), as type and message."""
-    receive, send = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        text = ""
-        try:
-            body()
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(send, text.encode())
-        os._exit(0)
-    os.close(send)
-    with os.fdopen(receive, "rb") as file:
-        text = file.read().decode()
-    os.waitpid(pid, 0)
-    return text
+    """What ``body`` raises in a child forked now; "" for nothing."""
+    return Child(body).result()
 
 
 def test_a_second_writer_is_refused_by_name_and_readers_are_not(path: Path) -> None:
+    writer, reader = Child(lambda: open_store(path)), Child(lambda: print_contents(path))
     store = open_store(path)
     train(store, 200)
-    refused = in_child(lambda: open_store(path))
+    refused = writer.result()
     assert refused.startswith("StoreLocked")
     assert f"process {os.getpid()} on {socket.gethostname()}" in refused
-    seen = json.loads(in_child(lambda: print_contents(path)).removeprefix("SystemExit: "))
+    seen = json.loads(reader.result().removeprefix("SystemExit: "))
     assert len(seen[0][0]) == 80  # of generation 2, not what is not committed
     store.close()
     assert in_child(lambda: open_store(path)) == ""
@@ -386,16 +403,14 @@ def test_a_foreign_database_is_refused(tmp_path: Path, path: Path) -> None:
 
 
 def test_a_lost_database_is_noticed(path: Path) -> None:
-    merge_all(path)
+    store = ec.EmbeddingStore(tables(), [ec.tiers.Ram(rows=20), ec.tiers.Lmdb(path, overlay_bytes=1)])
+    for step in range(4):
+        train(store, 500 * step)
+        store.commit()
+    store.close()
     (path / "data.mdb").unlink()
     with pytest.raises(CorruptStore, match=r"data\.mdb"):
         open_store(path)
-
-
-def merge_all(path: Path) -> None:
-    store = open_store(path)
-    store.durable.compact()
-    store.close()
 
 
 def test_what_was_not_committed_is_swept(path: Path) -> None:
