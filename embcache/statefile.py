@@ -104,11 +104,11 @@ def write_file(folder: Path, name: str, data: bytes) -> FileEntry:
 
 @contextmanager
 def named_when_full(path: Path, need: int | None = None) -> Iterator[None]:
-    """A full disk while ``path`` is written raises StorageFull; any other error stays what it is."""
+    """A full disk (or quota, or file size limit) while ``path`` is written raises StorageFull; other errors stay."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         there = next(p for p in (path, *path.absolute().parents) if p.is_dir())
         raise StorageFull(need, shutil.disk_usage(there).free, str(path)) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import struct
 import sys
 import threading
@@ -29,7 +30,7 @@ try:
 except ImportError:  # the `cpu` extra
     lmdb = None  # type: ignore[assignment]
 
-__all__ = ["READERS", "BaseFile", "Snapshot"]
+__all__ = ["READERS", "BaseFile", "Snapshot", "full"]
 
 FORMAT, VERSION = b"embcache-rows", 1
 READERS = 512
@@ -134,7 +135,7 @@ class BaseFile:
             self.tables = [self.env.open_db(n, integerkey=True, create=False) for n in names]
         except lmdb.Error as error:
             if merge_rows.is_full(error):
-                raise StorageFull(None, 0, str(self.path)) from error
+                raise full(self.path) from error
             raise CorruptStore(f"{self.path}: {error}") from error
 
     def claim(self) -> int:
@@ -153,7 +154,7 @@ class BaseFile:
         except lmdb.Error as error:
             if not merge_rows.is_full(error):
                 raise
-            raise StorageFull(None, 0, str(self.path)) from error
+            raise full(self.path) from error
 
     def snapshot(self) -> Snapshot:
         """The rows as they are now; close it soon, because the file grows while it is held."""
@@ -301,6 +302,11 @@ class Snapshot:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def full(path: Path) -> StorageFull:
+    """The error for a disk (or a map) without room for more."""
+    return StorageFull(None, shutil.disk_usage(path.parent).free, str(path))
 
 
 def _check_file(path: Path) -> None:

@@ -60,14 +60,8 @@ def parsed(description: dict[str, Any] | None, folder: Path, tables: int) -> dic
 
 def _segment(one: dict[str, Any], tables: int) -> dict[str, Any]:
     name, check = str(one["file"]), str(one["check"])
-    out = {
-        "file": name,
-        "table": int(one["table"]),
-        "generation": int(one["generation"]),
-        "records": int(one["records"]),
-        "check": check,
-    }
+    table, generation, records = int(one["table"]), int(one["generation"]), int(one["records"])
     plain = name == Path(name).name and 0 <= int(check, 16) < 2**64
-    if not plain or not 0 <= out["table"] < tables or out["generation"] < 1 or out["records"] < 1:
+    if not plain or not 0 <= table < tables or generation < 1 or records < 1:
         raise ValueError(name)
-    return out
+    return {"file": name, "table": table, "generation": generation, "records": records, "check": check}

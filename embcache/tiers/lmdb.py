@@ -43,6 +43,10 @@ __all__ = ["Lmdb", "StaleDescription"]
 _LINEAGE = 10_000  # generation numbers remembered in a description
 
 
+def _nothing() -> None:  # by name, so that a description can be pickled
+    """Nobody waits for merges."""
+
+
 class StaleDescription(CorruptStore):
     """While a reader opened a generation, the writer went past it: read the manifest and restore again."""
 
@@ -80,7 +84,7 @@ class Lmdb:
                 raise BadConfig(f"tiers.Lmdb: {what} = {value!r}, must be an integer >= 1")
         self.folder = Path(path)
         self.readonly, self.overlay_bytes, self.changes_bytes = readonly, overlay_bytes, changes_bytes
-        self.on_merged: Callable[[], None] = lambda: None
+        self.on_merged: Callable[[], None] = _nothing
         self._merger: Merger | None = None
         self._pid = 0
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import StorageFull
 from . import merge_rows
-from .basefile import READERS, BaseFile
+from .basefile import READERS, BaseFile, full
 from .changes import Changes
 from .overlay import Overlay
 
@@ -64,11 +63,8 @@ def run_merge(base: BaseFile, job: dict[str, Any], child: bool | None = None) ->
     return dict(answer)
 
 
-def _typed(base: BaseFile, message: str, full: bool) -> Exception:
-    if not full:
-        return MergeFailed(message)
-    status = os.statvfs(base.path.parent)
-    return StorageFull(None, status.f_bavail * status.f_frsize, str(base.path))
+def _typed(base: BaseFile, message: str, no_room: bool) -> Exception:
+    return full(base.path) if no_room else MergeFailed(message)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from .segment import Segment
 __all__ = ["Overlay", "View", "by_key"]
 
 _MOST = 2**31 - 2  # records that an index of int32 can number
-_SIGN = np.int64(-(2**63))
+_PART = 1 << 20  # records that one write asks a new segment for at least
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Overlay:
     @property
     def bytes(self) -> int:
         """Bytes of all records, superseded ones too."""
-        return sum(s.bytes for s in list(self.segments))
+        return sum(s.size for s in list(self.segments))
 
     # -- writing
 
@@ -129,11 +129,11 @@ class Overlay:
             start = last.start + last.records + last.room
         else:
             start = 0 if last is None else last.start + last.records
-        records = min(records, 1 << 20)
+        records = min(records, _PART)
         if start + records > _MOST - (1 << 26):
             start -= self._renumber()
             if start + records > _MOST - (1 << 26):
-                raise StorageFull(None, 0, f"{last.path.parent if last else ''}: 2^31 rows wait to be committed")
+                raise StorageFull(None, 0, f"table {self.table}: 2^31 rows wait to be committed and merged")
         segment = Segment.create(self._new_path(), self.table, self.row_bytes, start, records)
         self.segments.append(segment)
         return segment

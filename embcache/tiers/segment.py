@@ -8,26 +8,24 @@ crash leaves behind the last described record is ignored.
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import CorruptStore, FormatVersion, StorageFull
+from ..errors import CorruptStore, FormatVersion
 from ..kernels import segments
 from ..kernels.segments import stride_of
+from ..statefile import named_when_full
 from .mapping import Mapping
 
-__all__ = ["FIRST", "Segment", "full_disk"]
+__all__ = ["FIRST", "Segment"]
 
 MAGIC, VERSION = b"embcache segment", 1
 FIRST = 64  # bytes before the first record
 _HEAD = struct.Struct("<16sIIQ")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LARGEST = 1 << 30  # bytes of address space that a segment asks for
 _BUFFER = 4 << 20  # bytes encoded at a time
 _SIGN = 1 << 64
@@ -113,7 +111,7 @@ class Segment:
         return (self.map.length - FIRST) // self.stride - self.records
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """Bytes of the records."""
         return self.records * self.stride
 
@@ -123,13 +121,13 @@ class Segment:
         size = max(1, _BUFFER // self.stride)
         buffer = np.empty(min(size, len(keys)) * self.stride // 8, dtype=np.uint64)
         address = 0 if rows is None else rows.ctypes.data
-        total, end = 0, FIRST + self.bytes
+        total, end = 0, FIRST + self.size
         try:
             for i in range(0, len(keys), size):
                 part = keys[i : i + size]
                 source = address + i * self.row_bytes
                 total += int(segments.encode(part, source, self.row_bytes, int(rows is None), buffer.ctypes.data))
-                self._write_at(end + i * self.stride, memoryview(buffer).cast("B")[: len(part) * self.stride])
+                self._write_at(end + i * self.stride, buffer.view(np.uint8)[: len(part) * self.stride].data)
         except BaseException:
             os.ftruncate(self.descriptor, end)
             raise
@@ -150,12 +148,12 @@ class Segment:
         """Everything counted is on the disk, and the file takes no more."""
         if self.synced:
             return
-        with full_disk(self.path):
-            os.ftruncate(self.descriptor, FIRST + self.bytes)
+        with named_when_full(self.path):
+            os.ftruncate(self.descriptor, FIRST + self.size)
             os.fsync(self.descriptor)
         self.synced = True
         self.close()
-        self.map.shrink(FIRST + self.bytes)
+        self.map.shrink(FIRST + self.size)
 
     def describe(self) -> dict[str, Any]:
         """What ``load`` needs, as JSON."""
@@ -178,25 +176,10 @@ class Segment:
 
     def _write_at(self, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        with full_disk(self.path, len(view)):
+        with named_when_full(self.path, len(view)):
             while view:
                 done = os.pwrite(self.descriptor, view, offset)
                 view, offset = view[done:], offset + done
-
-
-class full_disk:
-    """A full disk (quota, file size limit) while ``path`` is written raises StorageFull; other errors stay."""
-
-    def __init__(self, path: Path, need: int | None = None) -> None:
-        self.path, self.need = path, need
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError) and error.errno in _FULL and not isinstance(error, StorageFull):
-            folder = next(p for p in (self.path, *self.path.absolute().parents) if p.is_dir())
-            raise StorageFull(self.need, shutil.disk_usage(folder).free, str(self.path)) from error
 
 
 def _reserve(descriptor: int, need: int, wish: int) -> Mapping:
