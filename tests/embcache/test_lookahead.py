@@ -258,12 +258,13 @@ def test_nothing_is_read_before_the_first_batch_is_asked_for():
     ahead.close()
 
 
-def test_the_window_is_announced_farthest_first():
+def test_each_batch_of_the_window_is_announced_once_with_its_distance():
     heard = []
     items = [Item(i) for i in range(6)]
-    ahead = LookAhead(Fake(), items, 0, window=2, announce=lambda item: heard.append(item.number))
+    ahead = LookAhead(Fake(), items, 0, window=2, announce=lambda item, ahead: heard.append((item.number, ahead)))
     heard.extend("|" for _ in ahead)
-    assert heard == [2, 1, "|", 3, 2, "|", 4, 3, "|", 5, 4, "|", 5, "|", "|"]
+    first = [(0, 1), (1, 2), (2, 3)]
+    assert heard == [*first, "|", (3, 3), "|", (4, 3), "|", (5, 3), "|", "|", "|"]
 
 
 # a cache that is too small ---------------------------------------------------------------------------------------
