@@ -174,8 +174,7 @@ class _Source:
             if self._announce is not None:
                 for jagged in self._later[-1].jagged:
                     self._announce(jagged, len(self._later))
-        item = self._later.popleft()
-        return item
+        return self._later.popleft()
 
     def _pull(self) -> _Item:
         assert self.batches is not None

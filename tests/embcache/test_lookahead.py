@@ -318,7 +318,7 @@ def test_errors_surface_at_their_batch(depth, window):
         source = Source(items, fail_at=4 if where == "loader" else None)
         find = (lambda item: {}[item.number] if item.number == 4 else item) if where == "ids" else None
         numbers = []
-        ahead = LookAhead(fake, source, depth, find, window, lambda item: None)
+        ahead = LookAhead(fake, source, depth, find, window, lambda item, distance: None)
         with pytest.raises({"loader": OSError, "ids": KeyError, "stage": ValueError}[where]):
             numbers.extend(item.number for item in ahead)
         numbers = [n for what, n in fake.log if what == "release"]
