@@ -14,6 +14,7 @@ from ..tiers.base import BackTier
 from .direct import DirectTable
 from .hot import HotTable, ascending
 from .lease import Turn
+from .lifetimes import Lifetimes
 from .merged import merged
 
 
@@ -24,6 +25,7 @@ class FrontRows:
     _engines: list[DirectTable | HotTable]
     _hot: dict[int, HotTable]
     _turn: Turn
+    _lifetimes: Lifetimes
     _stage_lock: threading.Lock
 
     def pins(self) -> int:
@@ -51,6 +53,8 @@ class FrontRows:
             backwards.view(np.uint64) if len(backwards) else np.empty(0, np.uint64), return_index=True
         )
         keys, block = unique.view(np.int64), np.ascontiguousarray(inverse[first])
+        if engine.expiry is not None:
+            block = engine.expiry.adopt(block)
         with self._stage_lock:
             self._load(engine, keys, block)
 
@@ -84,7 +88,10 @@ class FrontRows:
         if table.below is not None and len(keys):
             table.below.delete(table.number, keys)
         slots = table.slots_of(keys)
-        slots = slots[slots >= 0]
+        self._renew(table, slots[slots >= 0])
+
+    def _renew(self, table: HotTable, slots: np.ndarray) -> None:
+        """Resident rows leave unwritten, pinned ones become initial in place; under the stage lock."""
         with self._turn:
             unused = table.pins[slots] == 0
             table.flags[slots[unused]] &= ~READY
@@ -110,6 +117,7 @@ class FrontRows:
             for keys in below:
                 self._delete(engine, keys)
             self._delete(engine, resident[ascending(resident)])
+        self._lifetimes.clear(t)
 
     def written(self, t: int, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, rows), copies, at most ``block`` at a time: every row that differs from its initial value, resident or

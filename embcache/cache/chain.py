@@ -81,7 +81,7 @@ def _whole(tables: Sequence[TableConfig], kernels: ModuleType) -> list[DirectTab
     """Engines of tables with no tier below: direct as far as memory goes; the largest are hashed first."""
     free = available_bytes()
     sizes = {t: table.num_embeddings * table.row_bytes for t, table in enumerate(tables) if table.num_embeddings}
-    direct = set(sizes)
+    direct = {t for t in sizes if tables[t].admission is None and tables[t].expiry is None}
     while free is not None and sum(sizes[t] for t in direct) > free:
         direct.remove(max(direct, key=lambda t: (sizes[t], t)))
     return [

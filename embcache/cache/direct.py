@@ -31,6 +31,8 @@ class DirectTable:
     def _fill(self, ids: Tensor | None) -> None:
         """Rows become initial; ``ids`` None: all."""
         table = self.table
+        if ids is not None:
+            self.slab[ids] = 0  # the bytes between and behind weights and state too
         code, p0, p1 = table.init.code(table.num_embeddings, table.embedding_dim)
         self._kernels.init_rows(
             self.slab,
@@ -47,8 +49,6 @@ class DirectTable:
             torch.tensor(table.optimizer.initial_state(table.embedding_dim), dtype=torch.float32),
             init.normal_table(),
         )
-        if ids is not None:  # what follows the state is zero in a new row
-            self.slab[ids, table.state_offset + 4 * table.state_floats :] = 0
         padding = table.padding_idx
         if padding is not None and (ids is None or bool((ids == padding).any())):
             self.slab.view(table.dtype)[padding, : table.embedding_dim] = 0

@@ -30,7 +30,8 @@ class Fill:
     def choose(self, turn: Turn, overflow: bool) -> None:
         """Free slots, then those of victims, then overflow."""
         table, n = self.table, len(self.keys)
-        if self.lease.training:
+        late = table.keeper is None and table.table.admission is not None  # only rows that are written may stay
+        if self.lease.training and not late:
             if table.keeper is None:
                 table.require_memory(n)
             self.taken = table.cache.take(n)
@@ -73,7 +74,6 @@ class Fill:
         """The victims are gone, the missing rows have their slots."""
         table = self.table
         if len(self.leaving):
-            table.written_back += int(np.count_nonzero(table.flags[self.leaving] & cpu.DIRTY))
             table.evicted += len(self.leaving)
             table.remove(self.leaving)
         table.occupy(self.slots, self.keys)
@@ -88,8 +88,9 @@ class Fill:
         """Read the rows, or make them."""
         self.found = self.table.fetch(self.keys, self.slots)
 
-    def finish(self, tick: int) -> None:
+    def finish(self) -> None:
         """The rows are there."""
-        self.table.mark_loaded(self.slots, self.found)
-        if self.lease.training and self.table.keeper is not None:
-            self.table.keeper.insert(self.slots, self.keys, self.lease.counts[self.at], tick)
+        table = self.table
+        table.mark_loaded(self.slots, self.found)
+        if self.lease.training and table.keeper is not None:
+            table.keeper.insert(self.slots, self.keys, self.lease.counts[self.at], table.tick + 1)

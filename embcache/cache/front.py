@@ -30,6 +30,7 @@ from .direct import DirectTable
 from .fill import Fill
 from .hot import HotTable
 from .lease import IN_CACHE, IN_OVERFLOW, Lease, Turn
+from .lifetimes import Lifetimes
 from .slots import SlotArrays
 
 Range = tuple[int, int]
@@ -61,10 +62,10 @@ class Front(FrontRows):
         for engine, base in zip(self._hot.values(), self._arrays.bases, strict=True):
             engine.attach(self._arrays, base)
         self._turn = Turn(self._arrays)
+        self._lifetimes = Lifetimes(self._hot)
         self._stage_lock = threading.Lock()
         self._wide = any(e.rows >= 2**31 for e in self._direct.values())
         self.arenas = [self._arena(t) for t in range(len(self.tables))]
-        self._tick = 0
         self._stats = {"stages": 0, "unique_ids": 0, "hits": 0, "misses": 0, "ids": 0, "ids_hit": 0, "rows_restaged": 0}
         self._seconds = dict.fromkeys(STAGES, 0.0)
 
@@ -190,17 +191,17 @@ class Front(FrontRows):
                 slots, counts = slots[slots >= 0], counts[slots >= 0]
             if len(slots):
                 hits.append((table, slots, counts))
-        tick = self._tick if again else self._tick + 1
         self._make_room(fills, overflow)
-        self._bring(fills, tick)
+        self._bring(fills)
         if again:
             self._stats["rows_restaged"] += sum(len(fill.keys) for fill in fills)
             return
         if lease.training:
-            self._tick = tick
             for table, slots, counts in hits:
                 if table.keeper is not None:
-                    table.keeper.hit(slots, counts, tick)
+                    table.keeper.hit(slots, counts, table.tick + 1)
+            for table, _, _ in done:
+                table.tick += 1
         self._count(lease, done, hits)
 
     def _make_room(self, fills: list[Fill], overflow: bool) -> None:
@@ -219,7 +220,7 @@ class Front(FrontRows):
         finally:
             self._seconds["evict_write"] += perf_counter() - begin
 
-    def _bring(self, fills: list[Fill], tick: int) -> None:
+    def _bring(self, fills: list[Fill]) -> None:
         if not fills:
             return
         begin = perf_counter()
@@ -237,7 +238,7 @@ class Front(FrontRows):
             self._seconds["insert"] += middle - begin
             self._seconds["miss_read"] += perf_counter() - middle
         for fill in fills:
-            fill.finish(tick)
+            fill.finish()
 
     def _count(self, lease: Lease, done: Sequence[Any], hits: Sequence[Any]) -> None:
         misses = sum(int(state[cpu.MISSES]) for _, _, state in done)
@@ -264,31 +265,16 @@ class Front(FrontRows):
             begin = perf_counter()
             try:
                 if table.below is None:
-                    self._settle(table, slots)
+                    table.settle(slots)
                 else:
                     table.write_down(slots)
-                    table.written_back += int(np.count_nonzero(table.flags[slots] & DIRTY))
+                    table.remove(slots)
             except BaseException:
                 table.flags[slots] |= READY
                 raise
             finally:
                 self._seconds["evict_write"] += perf_counter() - begin
-            table.remove(slots)
             table.give(slots)
-
-    @staticmethod
-    def _settle(table: HotTable, slots: np.ndarray) -> None:
-        """With no tier below, rows that were written move to a slot for good."""
-        slots = slots[(table.flags[slots] & EXISTS) != 0]
-        if len(slots):
-            table.require_memory(len(slots))
-            keys, flags = table.slot_ids[slots], table.flags[slots]
-            there = table.cache.take(len(slots))
-            table.scatter(table.gather(slots), np.arange(len(slots)), there)
-            table.remove(slots)
-            table.occupy(there, keys)
-            table.pins[there] = 0
-            table.flags[there] = flags & (EXISTS | DIRTY) | READY
 
     def slots(self, lease: Any) -> Tensor:
         """The slot of each id; the rows are resident and pinned until ``relax`` or ``release``. Rows that have left
@@ -352,21 +338,6 @@ class Front(FrontRows):
         if isinstance(lease, Lease):
             self._turn.release(lease)
 
-    def announce(self, features: Tensor, values: Tensor, offsets: Tensor | None, ahead: int) -> None:
-        """A batch that is to be staged ``ahead`` batches after the next one will need these ids (``policy="lookahead"``;
-        the other policies do not care)."""
-        listening = {t for t, table in self._hot.items() if table.keeper is not None and table.keeper.policy == "lookahead"}
-        if not listening:
-            return
-        ids = values.to(torch.int64).contiguous().numpy()
-        for t, ranges in self._ranges(features, offsets)[0].items():
-            keeper = self._hot[t].keeper
-            if keeper is None or t not in listening:
-                continue
-            wanted = np.unique(np.concatenate([ids[first:last] for first, last in ranges]))
-            with self._stage_lock:
-                keeper.announce(wanted, self._hot[t].slots_of(wanted), self._tick + 1 + ahead)
-
     def pins(self) -> int:
         """Pinned rows."""
         with self._turn:
@@ -376,12 +347,26 @@ class Front(FrontRows):
                 for pool in (table.cache, table.overflow)
             )
 
+    def announce(self, features: Tensor, values: Tensor, offsets: Tensor | None, ahead: int) -> None:
+        """The ``ahead``-th batch from now will need these ids (1: the next to be staged for training): policies that
+        look ahead keep their rows. Each batch once, in order."""
+        if not self._hot:
+            return
+        groups, _ = self._ranges(features, offsets)
+        ids = values.to(torch.int64).contiguous().numpy()
+        with self._stage_lock:
+            for t, ranges in groups.items():
+                table = self._hot[t]
+                if table.keeper is not None and table.keeper.policy == "lookahead":
+                    keys = np.unique(np.concatenate([ids[start:stop] for start, stop in ranges]))
+                    table.keeper.announce(keys, table.slots_of(keys), table.tick + ahead)
+
     # step -------------------------------------------------------------------------------------------------------
 
     def admit(self, leases: Sequence[Any], frozen: Collection[int]) -> list[Tensor] | None:
         """Before an update, of the leases it reads, in call order: their slots where ids that are not admitted go to
-        the sink. None: no table asks."""
-        return None
+        the sink. None: all are as they were staged."""
+        return self._lifetimes.admit(leases, frozen)
 
     def stepped(self, leases: Sequence[Any], frozen: Collection[int], steps: Sequence[int]) -> None:
         """After an update: the rows of these leases were written, but for frozen tables."""
@@ -396,6 +381,18 @@ class Front(FrontRows):
                 cpu.mark(lease.segments[trained], lease.slots, self._arrays.flags, DIRTY | EXISTS)
                 for g, flags in kept:
                     self._arrays.flags[g] = flags
+                self._lifetimes.unmark()
+        self._lifetimes.stamp(leases, frozen, steps)
+        for table in self._lifetimes.due(frozen, steps):
+            with self._stage_lock:  # nothing is being loaded or leaving
+                self._sweep(table)
+
+    def _sweep(self, table: HotTable) -> None:
+        """Rows that are over leave, or become initial where they are pinned; those below count as absent from here."""
+        clock = table.expiry
+        assert clock is not None
+        clock.swept = clock.now
+        self._renew(table, clock.over_slots(table.numpy, table.flagged(EXISTS, EXISTS)))
 
     def _padding(self, lease: Lease) -> list[tuple[int, Any]]:
         """(slot in all arrays, flags) of rows of padding ids, which no update touches."""
@@ -411,11 +408,12 @@ class Front(FrontRows):
     # everything -------------------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Tensor]:
-        """What admission and expiry remember besides rows."""
-        return {}
+        """What admission and expiry remember besides rows; copies."""
+        return self._lifetimes.state()
 
     def load_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what ``extra_state`` gave."""
+        """Restore what ``extra_state`` gave; an empty one: nothing was counted, nothing is over."""
+        self._lifetimes.load(state)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the store was opened. hits + misses = unique ids, over hashed tables."""

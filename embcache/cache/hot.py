@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +15,7 @@ from ..kernels.index import RowIndex
 from ..kernels.initial import InitialRows
 from ..kernels.memory import available_bytes, reserve
 from ..tiers.base import BackTier, Block
+from .expiry import ExpiryClock
 from .policy import Policy, ScoreKeeper
 from .slots import SlotArrays, SlotPool
 
@@ -55,7 +55,9 @@ class HotTable:
         self.cache, self.overflow = SlotPool(0, rows), SlotPool(rows, self.reserved)
         self.keeper = ScoreKeeper(policy, rows) if policy is not None else None
         self.initial = InitialRows(table)
+        self.expiry: ExpiryClock | None = None  # set by who asks what is over
         self.block = max(1, MOVED // self.row_bytes)
+        self.tick = 0  # batches staged for training
         self._promised = 0  # rows for which there was memory when it was looked
         self.evicted = self.written_back = self.overflow_peak = 0
 
@@ -65,9 +67,10 @@ class HotTable:
         self.base = base
         self.slot_ids, self.pins = arrays.slot_ids[part], arrays.pins[part]
         self.flags, self.where = arrays.flags[part], arrays.where[part]
-        self._clean_sink()
+        self.clean_sink()
 
-    def _clean_sink(self) -> None:
+    def clean_sink(self) -> None:
+        """What was dropped into the sink is gone."""
         self.initial.fill(self.numpy, np.array([self.reserved]), np.zeros(1, dtype=np.int64))
 
     # finding ----------------------------------------------------------------------------------------------------
@@ -109,19 +112,26 @@ class HotTable:
     # leaving ----------------------------------------------------------------------------------------------------
 
     def write_down(self, slots: np.ndarray) -> None:
-        """The dirty rows of ``slots`` go to the tier below, the clean ones are offered where they are wanted."""
-        if self.below is None:
+        """The dirty rows of ``slots``, which nobody changes meanwhile, go to the tier below and are clean then; the
+        clean ones are offered where that is wanted."""
+        if self.below is None or not len(slots):
             return
         flags = self.flags[slots]
-        self._down(slots[(flags & DIRTY) != 0], self.below.write)
+        for keys, block in self._blocks(slots[(flags & DIRTY) != 0]):
+            self.below.write(self.number, keys, self.gather(block))
+            self.flags[block] = self.flags[block] & ~DIRTY | BELOW
+            self.written_back += len(block)
         if getattr(self.below, "keeps_offers", False):
-            self._down(slots[(flags & (DIRTY | EXISTS)) == EXISTS], self.below.offer)
+            for keys, block in self._blocks(slots[(flags & (DIRTY | EXISTS)) == EXISTS]):
+                self.below.offer(self.number, keys, self.gather(block))
 
-    def _down(self, slots: np.ndarray, move: Any) -> None:
-        for start in range(0, len(slots), self.block):
-            block = slots[start : start + self.block]
-            block = block[ascending(self.slot_ids[block])]
-            move(self.number, self.slot_ids[block], self.gather(block))
+    def _blocks(self, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(keys ascending, their slots) in pieces that are moved at once."""
+        keys = self.slot_ids[slots]
+        order = ascending(keys)
+        for start in range(0, len(order), self.block):
+            part = order[start : start + self.block]
+            yield keys[part], slots[part]
 
     def stay(self, slots: np.ndarray) -> None:
         """Rows that were marked as leaving are ready again."""
@@ -168,13 +178,25 @@ class HotTable:
         self.flags[slots] = 0
         self.give(slots)
 
+    def settle(self, slots: np.ndarray) -> None:
+        """With no tier below: rows leave the overflow extent, those that were written for a slot of the cache."""
+        written = slots[(self.flags[slots] & EXISTS) != 0]
+        self.require_memory(len(written))
+        keys, flags = self.slot_ids[written], self.flags[written]
+        to = self.cache.take(len(written))
+        self.scatter(self.gather(written), np.arange(len(written)), to)
+        self.remove(slots)
+        self.occupy(to, keys)
+        self.pins[to] = 0
+        self.flags[to] = flags & (EXISTS | DIRTY) | READY
+
     def fetch(self, keys: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Bring rows (keys ascending) into their slots; bool [n]: those the tier below has."""
         found = np.zeros(len(keys), dtype=np.bool_)
         for start in range(0, len(keys) if self.below is not None else 0, self.block):
             part = slice(start, start + self.block)
             rows = np.empty((len(keys[part]), self.row_bytes), dtype=np.uint8)
-            found[part] = self.below.read(self.number, keys[part], rows)  # type: ignore[union-attr]
+            found[part] = self._current(self.below.read(self.number, keys[part], rows), rows)  # type: ignore[union-attr]
             self.scatter(rows, np.flatnonzero(found[part]), slots[part])
         fresh = np.flatnonzero(~found)
         if len(fresh):
@@ -198,21 +220,32 @@ class HotTable:
         away = np.flatnonzero(~here)
         if self.below is not None and len(away):
             rows = np.empty((len(away), self.row_bytes), dtype=np.uint8)
-            found = self.below.read(self.number, keys[away], rows)
+            found = self._current(self.below.read(self.number, keys[away], rows), rows)
             out[away[found]] = rows[found]
             away = away[~found]
         if len(away):
             self.initial.fill(out, away, keys[away])
 
+    def _current(self, found: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Of the stored rows that were found, those that are not over."""
+        return found if self.expiry is None else found & ~self.expiry.over(rows)
+
     def stored(self, block: int) -> Iterator[Block]:
-        """Rows of the tier below."""
-        return iter(()) if self.below is None else self.below.scan(self.number, block)
+        """Rows of the tier below that are not over."""
+        blocks = iter(()) if self.below is None else self.below.scan(self.number, block)
+        if self.expiry is None:
+            return blocks
+        current = ((keys, rows, ~self.expiry.over(rows)) for keys, rows in blocks)
+        return ((keys[kept], rows[kept]) for keys, rows, kept in current)
 
     def count_written(self) -> int:
         """Rows that differ from their initial value."""
         if self.below is None:
             return len(self.flagged(EXISTS, EXISTS))
-        return self.below.count(self.number) + len(self.flagged(EXISTS | BELOW, EXISTS))
+        stored = self.below.count(self.number)
+        if self.expiry is not None:
+            stored = sum(len(keys) for keys, _ in self.stored(65536))
+        return stored + len(self.flagged(EXISTS | BELOW, EXISTS))
 
     def mark_loaded(self, slots: np.ndarray, found: np.ndarray) -> None:
         """Rows are ready; those that the tier below has exist."""
