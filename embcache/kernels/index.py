@@ -221,8 +221,9 @@ class RowIndex:
             self._resize(wanted)
 
     def clear(self) -> None:
-        """Remove every key; the memory stays."""
-        self.entries[:] = 0
+        """Remove every key; the memory stays, and what was never used is not touched."""
+        if self.count:
+            self.entries[:] = 0
         self.count = 0
 
     def _resize(self, capacity: int) -> None:

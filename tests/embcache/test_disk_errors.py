@@ -215,7 +215,7 @@ def test_a_second_writer_is_refused_by_name_and_readers_are_not(path: Path) -> N
     assert refused.startswith("StoreLocked")
     assert f"process {os.getpid()} on {socket.gethostname()}" in refused
     seen = json.loads(reader.result().removeprefix("SystemExit: "))
-    assert len(seen[0][0]) == 80  # of generation 2, not what is not committed
+    assert len(seen[0][0]) == 60  # of generation 2, not what is not committed
     store.close()
     assert in_child(lambda: open_store(path)) == ""
 
