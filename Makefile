@@ -5,11 +5,12 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test crash lint bench clean
 
 help:
 	@echo "make demo   train a DLRM on a generated click log, from nothing, and write a report"
 	@echo "make test   linters, types, import contracts and every test"
+	@echo "make crash  kill trainings at 200 random instants and compare what is found with what was committed, bit for bit"
 	@echo "make bench  benchmarks beside the peers (PEER_PYTHON=... names an interpreter that has them)"
 
 # torch first and pinned: the extension is built against it, and a bare "torch" may pull a GPU build of gigabytes.
@@ -33,10 +34,14 @@ lint: $(READY)
 test: lint
 	$(PY) -m pytest
 
+crash: $(READY)
+	$(PY) tests/crash/crash_harness.py --trials 200
+
 PEER_PYTHON ?=
 bench: $(READY)
 	$(PY) scripts/bench_pooling.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) --json runs/bench_pooling.json
 	$(PY) scripts/bench_train.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) --json runs/bench_train.json
+	$(PY) scripts/bench_cache.py --json runs/bench_cache.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info embcache/*.so .pytest_cache .mypy_cache .ruff_cache demo
