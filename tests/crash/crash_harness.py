@@ -4,7 +4,7 @@
 
 One process imports everything, computes what each step must look like, and forks the training for each trial, so that a
 trial costs a fraction of a second. A trial is killed by SIGKILL at a random time, or a random moment after it said that
-it begins a commit or its close; its two loader processes stay alive, also while the next trial opens the store. Checked
+it begins a commit, has one behind it (a merge follows) or closes; its two loader processes stay alive, also while the next trial opens the store. Checked
 at each opening: the generation is at least the last one whose commit returned, and every bit is that of the undisturbed
 run at its step. A run that reaches its end must end in the undisturbed run's bits; then the next one begins in a new
 folder, stored in another way. In some trials a reader opens the store again and again beside the training, and must
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODES = ["early", "time", "time", "commit", "commit", "close", "whole group"]
+MODES = ["early", "time", "time", "commit", "commit", "merge", "merge", "close", "whole group"]
 
 
 @dataclass
@@ -134,6 +134,11 @@ def killer(mode: str, rng: random.Random) -> Callable[[list[Any] | None], float 
             if skip < 0:
                 skip = 1 << 30
                 return time.monotonic() + rng.uniform(0.0, 0.02)
+        if mode == "merge" and message[0] in ("committed", "begun"):
+            skip -= 2
+            if skip < 0:
+                skip = 1 << 30
+                return time.monotonic() + rng.uniform(0.0, 0.25)
         if mode == "close" and message[0] == "closing":
             return time.monotonic() + rng.uniform(0.0, 0.03)
         return None
@@ -205,6 +210,8 @@ class Harness:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
             del run.groups[:-1]
+        closing = seen.last("closing")
+        self.counts["merges of runs that came to their end"] += closing[1] if closing else 0
         committed = [m[1] for m in seen.messages if m[0] == "committed"]
         run.acknowledged = max([run.acknowledged, *committed])
         self.counts["commits"] += sum(m[0] in ("committed", "begun") for m in seen.messages)

@@ -31,9 +31,9 @@ class Job:
 
 
 JOBS = [
-    Job(cache=75, middle=0, depth=1, commit_every=5, flush_every=1000, wait=True, overlay_bytes=1 << 14),
+    Job(cache=75, middle=0, depth=1, commit_every=5, flush_every=1000, wait=True, overlay_bytes=1),
     Job(cache=1, middle=0, depth=0, commit_every=9, flush_every=4, wait=True, overlay_bytes=1 << 30),
-    Job(cache=25, middle=60, depth="auto", commit_every=4, flush_every=7, wait=False, overlay_bytes=1 << 12),
+    Job(cache=25, middle=60, depth="auto", commit_every=4, flush_every=7, wait=False, overlay_bytes=1),
     Job(cache=500, middle=0, depth=4, commit_every=6, flush_every=1000, wait=False, overlay_bytes=1 << 15),
 ]
 
@@ -167,7 +167,7 @@ def go_on(folder: Path, job: Job, expected: list[np.ndarray], report: Callable[.
             number = run.store.commit(run.state(), notes={"step": run.step}, wait=wait)
             report("committed" if wait else "begun", number, run.step)
     check(run, expected)
-    report("closing", 0, run.step)
+    report("closing", int(run.store.durable.stats()["merges"]), run.step)
     run.store.close()
 
 
