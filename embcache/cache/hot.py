@@ -242,10 +242,14 @@ class HotTable:
         """Rows that differ from their initial value."""
         if self.below is None:
             return len(self.flagged(EXISTS, EXISTS))
-        stored = self.below.count(self.number)
-        if self.expiry is not None:
-            stored = sum(len(keys) for keys, _ in self.stored(65536))
-        return stored + len(self.flagged(EXISTS | BELOW, EXISTS))
+        if self.expiry is not None:  # what is stored of a resident row may be over though the row is not
+            away = sum(len(keys) - self._exist(keys) for keys, _ in self.stored(65536))
+            return away + len(self.flagged(EXISTS, EXISTS))
+        return self.below.count(self.number) + len(self.flagged(EXISTS | BELOW, EXISTS))
+
+    def _exist(self, keys: np.ndarray) -> int:
+        slots = self.slots_of(keys)
+        return int(np.count_nonzero(self.flags[slots[slots >= 0]] & EXISTS))
 
     def mark_loaded(self, slots: np.ndarray, found: np.ndarray) -> None:
         """Rows are ready; those that the tier below has exist."""

@@ -118,10 +118,15 @@ class ScoreKeeper:
         for array in (self.score, self._state, *self._rule.arrays):
             array.fill(0)
 
+    @staticmethod
+    def bytes_for(policy: Policy, rows: int) -> int:
+        """``nbytes`` of ``ScoreKeeper(policy, rows)``, which keeps its zero pages uncommitted until they are used."""
+        return ScoreKeeper(policy, rows).nbytes
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, as far as they can be used."""
-        arrays = [self.score, self._queue, self._seen, self._sample, self._state, *self._rule.arrays]
+        arrays: list[np.ndarray] = [self.score, self._queue, self._seen, self._sample, self._state, *self._rule.arrays]
         return sum(a.nbytes for a in arrays)
 
 

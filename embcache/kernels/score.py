@@ -44,7 +44,7 @@ def touch_recent(state: np.ndarray, score: np.ndarray, slots: np.ndarray, counts
     for i in range(slots.shape[0]):
         s = np.int64(slots[i])
         if s < score.shape[0]:
-            _set(state, score, s, (tick << 8) + min(np.int64(counts[i]), 255))
+            _set(state, score, s, (tick << 8) + (counts[i] if counts[i] < 255 else 255))
 
 
 @kernel
