@@ -4,11 +4,11 @@
 
 One process imports everything, computes what each step must look like, and forks the training for each trial, so that a
 trial costs a fraction of a second. A trial is killed by SIGKILL at a random time, or a random moment after it said that
-it begins a commit, has one behind it (a merge follows) or closes; its two loader processes stay alive, also while the next trial opens the store. Checked
-at each opening: the generation is at least the last one whose commit returned, and every bit is that of the undisturbed
-run at its step. A run that reaches its end must end in the undisturbed run's bits; then the next one begins in a new
-folder, stored in another way. In some trials a reader opens the store again and again beside the training, and must
-always see a whole generation.
+it begins a commit, has one behind it (a merge follows) or closes; its two loader processes stay alive, also while the
+next trial opens the store. Checked at each opening: the generation is at least the last one whose commit returned, and
+every bit is that of the undisturbed run at its step. A run that reaches its end must end in the undisturbed run's
+bits; then the next one begins in a new folder, stored in another way. In some trials a reader opens the store again and
+again beside the training, and must always see a whole generation.
 """
 
 from __future__ import annotations
