@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -17,6 +18,7 @@ from embcache.optim import Rule
 from embcache.train.config import TrainConfig
 from embcache.train.flags import flag
 from embcache.train.loop import Trainer
+from embcache.train.observe import Observer
 from embcache.train.optimizers import OptimizerConfig, dense_optimizer, sparse_rule
 from embcache.train.run import observers
 from embcache.train.state import seed_all
@@ -131,7 +133,9 @@ def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> T
         dense = dense_optimizer(task.model.parameters(), config.optimizer)
     except ValueError as error:  # of the model or of torch, about a size or a rate
         raise BadConfig(str(error)) from error
-    store = task.model.store
+    store, watching = task.model.store, observers(train)
+    if config.storage.caches:
+        _show_plan(config, data, store, watching)
     if store.durable is not None:  # rows and checkpoints are one folder with one commit point
         checkpoints, store.checkpoints.keep = store.checkpoints, train.keep
     batches = Loader(data, "train", train.global_batch_size, shuffle=True, seed=train.seed, workers=config.workers)
@@ -147,8 +151,20 @@ def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> T
         train,
         config.optimizer,
         checkpoints,
-        observers(train),
+        watching,
     )
+
+
+def _show_plan(config: ClickConfig, data: Any, store: ec.EmbeddingStore, watching: Sequence[Observer]) -> None:
+    """Tell what the tables will take; no more rows are ever used than the training data has ids."""
+    samples, bags = len(data.splits["train"]), getattr(data, "bags", {})
+    most = max([samples, *(len(values) for values, _ in bags.values())])
+    expected = {t.name: min(t.num_embeddings or most, most * len(t.feature_names)) for t in store.tables}
+    size, depth = config.train.global_batch_size, config.storage.depth
+    batches = 1 if depth == "auto" else int(depth)
+    plan = ec.plan(store.tables, store.tiers, batch_size=size, depth=batches, expected=expected)
+    for observer in watching:
+        observer.message(str(plan))
 
 
 def model_name(config: ClickConfig) -> str:

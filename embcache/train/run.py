@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from embcache.train.flags import flatten, save_yaml
 from embcache.train.loop import Trainer
 from embcache.train.observe import Console, History, Observer, TensorBoard, read_history
 from embcache.train.report import RunRecord, TableFacts, machine_facts, write_report
-from embcache.train.storage import StorageConfig
+from embcache.train.storage import StorageConfig, disk_bytes
 from embcache.train.task import BatchSource, Evaluation
 
 __all__ = ["Result", "finish", "observers", "open_run"]
@@ -39,11 +39,13 @@ class Result:
     loss: float
     test: Evaluation | None
     report: Path
+    storage: Sequence[str] = ()
 
     def lines(self) -> list[str]:
-        """The last lines of a run: the loss, then the test metrics."""
+        """The last lines of a run: what its tables on disk hold, the loss, then the test metrics."""
         metrics = {} if self.test is None else self.test.metrics
-        return [f"loss {self.loss:.4f}", *(f"test {name} {value:.4f}" for name, value in metrics.items())]
+        tests = [f"test {name} {value:.4f}" for name, value in metrics.items()]
+        return [*self.storage, f"loss {self.loss:.4f}", *tests]
 
 
 def open_run(train: TrainConfig, config: Any, storage: StorageConfig | None = None) -> Checkpoints:
@@ -89,7 +91,8 @@ def finish(
     if train.test_weights == "best" and saved is not None and saved.best not in (None, saved.latest):
         trainer.restore("best")
     evaluation = trainer.test(test) if test is not None else None
-    result = Result(progress.loss, evaluation, train.out / "report.html")
+    speed = progress.samples / progress.seconds if progress.seconds else 0.0
+    result = Result(progress.loss, evaluation, train.out / "report.html", _storage_lines(trainer, tables, speed))
     metrics = {} if evaluation is None else dict(evaluation.metrics)
     facts = {"loss": progress.loss, "test": metrics, "step": progress.step, "best_step": progress.best_step}
     replace_file(train.out, "result.json", (json.dumps(_finite(facts), indent=1) + "\n").encode())
@@ -103,7 +106,7 @@ def finish(
         history=read_history(train.out / "history.jsonl"),
         seconds=sum(progress.stages.values()),
         samples=progress.samples,
-        samples_per_second=progress.samples / progress.seconds if progress.seconds else 0.0,
+        samples_per_second=speed,
         dense_parameters=sum(p.numel() for p in trainer.task.model.parameters()),
         sparse_parameters=sum((t.rows or t.written) * t.dim for t in tables),
         best_step=progress.best_step,
@@ -135,6 +138,17 @@ def _table_facts(trainer: Trainer) -> list[TableFacts]:
                 )
             )
     return facts
+
+
+def _storage_lines(trainer: Trainer, tables: Sequence[TableFacts], speed: float) -> list[str]:
+    """Of tables on disk: rows touched of rows declared, bytes on disk, speed."""
+    lines = []
+    for store in trainer.stores:
+        if store.durable is not None:
+            written = sum(table.written for table in tables)
+            size = disk_bytes(store.durable.folder)
+            lines.append(f"store {written:,} rows touched, {size:,} bytes on disk, {speed:,.0f} samples/s")
+    return lines
 
 
 def _summary(trainer: Trainer, progress: Any) -> str:

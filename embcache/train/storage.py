@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from embcache.tiers import Lmdb, Ram
 from embcache.train.flags import flag
 from embcache.train.task import BatchSource, Task
 
-__all__ = ["StagedBatches", "StorageConfig", "Traffic", "parse_bytes"]
+__all__ = ["StagedBatches", "StorageConfig", "Traffic", "disk_bytes", "parse_bytes"]
 
 
 def parse_bytes(text: str) -> int:
@@ -27,6 +28,15 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is not a size such as 500MB or 2GiB")
     power = " KMGT".index(match[2].upper()) if match[2] else 0
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that the files in a folder take on the disk, holes excluded."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # merged and removed meanwhile
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ class StorageConfig:
         return [*caches, Lmdb(self.folder(out)) if self.on_disk else Ram()]
 
     def staged(self, batches: BatchSource, store: EmbeddingStore, task: Task, parts: int) -> BatchSource:
-        """The batches with the rows of their ``parts`` micro-batches staged ahead; as they are where that helps nothing."""
+        """The batches with the rows of their ``parts`` micro-batches staged ahead, where that helps."""
         if self.depth == "0" or (self.depth == "auto" and not self.caches):
             return batches
         depth: int | Literal["auto"] = "auto" if self.depth == "auto" else int(self.depth)
