@@ -335,6 +335,21 @@ class Checkpoints:
         content = self._content(folder, generation)
         return [table for s in content["stores"] if s["disk"] for table in _restored(folder, s)]
 
+    def verify(self) -> Iterator[str]:
+        """A line for each file of a listed generation that is not what was written; rows on disk are the tier's."""
+        for generation in self.generations:
+            folder = self.folder / generation.name
+            try:
+                content = self._content(folder, generation)
+            except (CorruptStore, FormatVersion) as error:
+                yield str(error)
+                continue
+            for entry in [content["tensors"], content["extra_tensors"], *(part["file"] for part in content["rows"])]:
+                try:
+                    statefile.read_checked(folder, entry)
+                except CorruptStore as error:
+                    yield str(error)
+
     def _read_manifest(self) -> list[Generation]:
         path = self.folder / MANIFEST
         try:
