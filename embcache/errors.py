@@ -116,7 +116,7 @@ depth='auto', which waits
 
 
 class ForkError(EmbcacheError, RuntimeError):
-    """A disk store was used in a child process that was forked from its owner: open it there by its path, read-only."""
+    """A disk store was used in a process forked from its owner: open it by its path, read-only, in one started anew."""
 
 
 class WrongParent(EmbcacheError, ValueError):

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..errors import BadConfig, CorruptStore, FormatVersion, StorageFull
+from ..errors import BadConfig, CorruptStore, ForkError, FormatVersion, StorageFull
 from ..kernels import btree
 from . import merge_rows
 from .mapping import Mapping
@@ -30,10 +30,11 @@ try:
 except ImportError:  # the `cpu` extra
     lmdb = None  # type: ignore[assignment]
 
-__all__ = ["READERS", "BaseFile", "Snapshot", "full"]
+__all__ = ["FORKED", "READERS", "BaseFile", "Snapshot", "full"]
 
 FORMAT, VERSION = b"embcache-rows", 1
 READERS = 512
+FORKED = "open it by its path, with readonly=True, in a process that is started anew (multiprocessing: spawn)"
 _MAGIC, _DATA_VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<16xIIQQ")  # of a meta page: magic, version, address, map size
 _DB = struct.Struct("<IHHQQQQQ")  # pad, flags, depth, branch, leaf and overflow pages, entries, root
@@ -47,6 +48,7 @@ class BaseFile:
 
     _opened: ClassVar[WeakValueDictionary[tuple[int, str], BaseFile]] = WeakValueDictionary()
     _opening: ClassVar[threading.Lock] = threading.Lock()
+    _inherited: ClassVar[set[str]] = set()  # open in the process that this one was forked from
 
     @classmethod
     def open(cls, folder: Path, row_bytes: Sequence[int], create: bool) -> BaseFile:
@@ -56,11 +58,20 @@ class BaseFile:
             raise ImportError("tiers.Lmdb needs LMDB: pip install 'embcache[cpu]'")
         with cls._opening:
             key = (os.getpid(), str(folder.resolve()))
+            if key[1] in cls._inherited:
+                # a forked process cannot even close what it got: that would end the parent's read transactions
+                raise ForkError(f"{folder} is open in the process that this one was forked from: {FORKED}")
             there = cls._opened.get(key)
             if there is None or there.closed:
                 there = cls._opened[key] = cls(folder, row_bytes, create)
             there.users += 1
             return there
+
+    @classmethod
+    def forked(cls) -> None:
+        """This process is a fork: it has no environment open, and cannot open those of its parent."""
+        cls._inherited.update(path for (_, path), base in cls._opened.items() if not base.closed)
+        cls._opened, cls._opening = WeakValueDictionary(), threading.Lock()
 
     def __init__(self, folder: Path, row_bytes: Sequence[int], create: bool) -> None:
         self.path, self.row_bytes = folder / "data.mdb", list(row_bytes)
@@ -94,7 +105,7 @@ class BaseFile:
                     map_size=self.map_size,
                     max_dbs=len(self.row_bytes) + 8,
                     max_readers=READERS,
-                    max_spare_txns=4,
+                    max_spare_txns=0,  # a spare one would be given up by a forked process, in our name
                     lib_version=0,
                     metasync=False,
                     readahead=False,
@@ -134,7 +145,7 @@ class BaseFile:
             names = [b"rows-%d" % t for t in range(len(self.row_bytes))]
             self.tables = [self.env.open_db(n, integerkey=True, create=False) for n in names]
         except lmdb.Error as error:
-            if merge_rows.is_full(error):
+            if merge_rows.is_full(error, self.path):
                 raise full(self.path) from error
             raise CorruptStore(f"{self.path}: {error}") from error
 
@@ -152,7 +163,7 @@ class BaseFile:
             with self.env.begin(write=True) as txn:
                 yield txn
         except lmdb.Error as error:
-            if not merge_rows.is_full(error):
+            if not merge_rows.is_full(error, self.path):
                 raise
             raise full(self.path) from error
 
@@ -185,6 +196,10 @@ class BaseFile:
         self.env.close()
         os.close(self.descriptor)
         self._mapping = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=BaseFile.forked)
 
 
 class Snapshot:

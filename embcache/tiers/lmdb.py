@@ -30,7 +30,7 @@ from ..lock import FolderLock
 from ..statefile import sync_folder
 from . import compact, scanning
 from .base import Block
-from .basefile import BaseFile, Snapshot
+from .basefile import FORKED, BaseFile, Snapshot
 from .changes import Changes
 from .description import described, parsed, trimmed
 from .merge import Merger
@@ -158,10 +158,7 @@ class Lmdb:
         if merger is None:
             raise RuntimeError(f"the store in {self.folder} is closed")
         if os.getpid() != self._pid:
-            raise ForkError(
-                f"the store in {self.folder} was opened by process {self._pid}; a forked process opens it anew by its "
-                "path, with readonly=True"
-            )
+            raise ForkError(f"the store in {self.folder} was opened by process {self._pid}: {FORKED}")
         if writing and self.readonly:
             raise NotSupported(f"the store in {self.folder} was opened with readonly=True")
         return merger
@@ -476,7 +473,7 @@ class Lmdb:
             "merged": merger.merged,
             "seal": seal,
             "base_rows": rows,
-            "overlay_rows": [len(o) for o in self._overlays],
+            "overlay_keys": [len(o) for o in self._overlays],
             "segments": sum(len(o.segments) for o in self._overlays),
             "last_merge_failure": None if merger.failure is None else str(merger.failure),
             **self.stats(),

@@ -45,7 +45,7 @@ def run_merge(base: BaseFile, job: dict[str, Any], child: bool | None = None) ->
         except merge_rows.Fenced:
             raise MergeFailed("another process owns the store") from None
         except (merge_rows.lmdb.Error, OSError) as error:
-            raise _typed(base, str(error), merge_rows.is_full(error)) from error
+            raise _typed(base, str(error), merge_rows.is_full(error, base.path)) from error
     job = {**job, "parent": os.getpid(), "map_size": base.map_size, "max_readers": READERS, "nice": _NICE}
     # a file of its own, so that the child imports neither the library nor torch (-P: nor anything beside that file)
     command = [sys.executable, "-P", str(merge_rows.__file__)]

@@ -11,6 +11,7 @@ The program reads a job as JSON from its standard input and answers with JSON; i
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ import numpy as np
 
 FIRST, HEAD = 64, 16  # bytes of a segment before its records, of a record before its row
 ROWS, BYTES = 50_000, 128 << 20  # limits of a transaction
+_NEAR = 16 << 20  # bytes free below which a disk counts as full
 META, SEAL, MERGED, OWNER = b"meta", b"seal", b"merged", b"owner"
 
 Job = dict[str, Any]
@@ -200,19 +202,26 @@ def main() -> None:
     except Fenced:
         answer = {"fenced": True}
     except (lmdb.Error, OSError) as error:
-        answer = {"error": f"{type(error).__name__}: {error}", "full": is_full(error)}
+        answer = {"error": f"{type(error).__name__}: {error}", "full": is_full(error, Path(job["folder"]) / "data.mdb")}
     env.close()
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether the disk (or the map) has no room."""
-    import errno
-
+def is_full(error: BaseException, path: Path) -> bool:
+    """Whether writing ``path`` failed because the disk (or the map, or a limit on files) has no room."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, lmdb.MapFullError):
         return True
-    return getattr(error, "errno", None) in full or any(os.strerror(n) in str(error) for n in full)
+    if getattr(error, "errno", None) in full or any(os.strerror(n) in str(error) for n in full):
+        return True
+    # LMDB calls a write that was cut short, which is how a disk fills up, an input/output error
+    if os.strerror(errno.EIO) not in str(error):
+        return False
+    import resource
+
+    limit, status = resource.getrlimit(resource.RLIMIT_FSIZE)[0], os.statvfs(path.parent)
+    near = path.stat().st_size + _NEAR > limit if limit != resource.RLIM_INFINITY else False
+    return near or status.f_bavail * status.f_frsize < _NEAR
 
 
 def _written() -> int:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from disk_model import EDGES, ordered
 
 from embcache.errors import CorruptStore, FormatVersion
 from embcache.tiers import merge_rows
 from embcache.tiers.basefile import BaseFile, Snapshot
-
-from disk_model import EDGES, ordered
 
 
 def _put(base: BaseFile, table: int, keys: np.ndarray, rows: np.ndarray | None) -> None:
