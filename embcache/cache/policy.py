@@ -22,12 +22,12 @@ import numpy as np
 from ..errors import BadConfig
 from ..kernels import ghosts
 from ..kernels import score as kernels
+from ..tiers.ram import POLICIES
 
 Scorer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 Policy = str | Scorer
 
 HALF_LIVES = {"lfu": 256, "lfu_decay": 32, "lookahead": 256}  # uses per cached row
-POLICIES = (*HALF_LIVES, "lru")
 REMEMBERED = 2  # absent ids per cached row
 LEAST_SEEN = 1 << 16
 _SPAN = 2**61

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from ..config import TableConfig
 from ..errors import BadConfig
 
+POLICIES = ("lfu", "lfu_decay", "lookahead", "lru")
+
 
 class Ram:
     """Rows in main memory: all of them as the last tier of a chain, some of them as a cache over another tier.
@@ -41,6 +43,8 @@ class Ram:
                 raise BadConfig(f"tiers.Ram: {what} = {value!r}, must be an integer >= 1")
         if policy is not None and rows is None and bytes is None:
             raise BadConfig("tiers.Ram: policy= is for a cache, which needs rows= or bytes=")
+        if policy is not None and not callable(policy) and policy not in POLICIES:
+            raise BadConfig(f"tiers.Ram: policy = {policy!r}, must be one of {list(POLICIES)} or a callable")
         self.rows = dict(rows) if isinstance(rows, Mapping) else rows
         self.bytes = bytes
         self.policy = "lfu" if policy is None else policy

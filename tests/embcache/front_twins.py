@@ -134,6 +134,8 @@ class Failing(RowStore):
 
     def write(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
         self._count("write")
-        assert len(keys) and rows.shape[0] == len(keys) and rows.flags.c_contiguous
+        assert len(keys)
+        assert rows.shape[0] == len(keys)
+        assert rows.flags.c_contiguous
         assert (np.diff(keys.view(np.uint64).astype(object)) > 0).all()
         super().write(table, keys, rows)

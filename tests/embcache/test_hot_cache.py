@@ -96,7 +96,8 @@ def test_every_int64_is_an_id() -> None:
 @pytest.mark.parametrize("name", CHAINS)
 def test_no_ids_at_all(name: str) -> None:
     twin = Twin(tables(), CHAINS[name]())
-    for ids in ([[], [], []], [[], [3], []], [[7], [], []]):
+    empty: list[list[list[int]]] = [[[], [], []], [[], [3], []], [[7], [], []]]
+    for ids in empty:
         twin.train(ids)
         twin.evaluate(ids)
     none = torch.empty(0, dtype=torch.int64)
@@ -113,7 +114,8 @@ def test_features_share_tables_and_leave_ids_out() -> None:
     features = torch.tensor([[1, 0, 0, 3, 0, 0, 0], [0, 0, 3, 1, 0, 0, 0], [1, 0, 5, 2, 0, 0, 0]])
     lease = twin.front.stage(features, values, None, True)
     slots = twin.front.slots(lease)
-    assert slots[0] == slots[2] == slots[5] and len(set(slots[[0, 1, 6]].tolist())) == 3
+    assert slots[0] == slots[2] == slots[5]
+    assert len(set(slots[[0, 1, 6]].tolist())) == 3
     assert twin.front.arenas[1].slot_ids[slots[[0, 1, 5, 6]].long()].tolist() == [5, 6, 5, 9]
     assert twin.front.arenas[0].slot_ids[slots[3].long()] == 100
     assert 0 <= int(slots[4]) < twin.front.arenas[0].slab.shape[0]
@@ -138,8 +140,11 @@ def test_reading_only_leaves_no_trace() -> None:
         twin.front.release(lease)
     twin.evaluate([[]])
     assert twin.resident(0) == before
-    assert np.array_equal(table.keeper.score, scores) and np.array_equal(table.flags[:4], dirty)  # type: ignore[union-attr]
-    assert table.overflow.used == 0 and below.count(0) == 4 and twin.front.count_written(0) == 4
+    assert np.array_equal(table.keeper.score, scores)
+    assert np.array_equal(table.flags[:4], dirty)
+    assert table.overflow.used == 0
+    assert below.count(0) == 4
+    assert twin.front.count_written(0) == 4
 
 
 def test_the_overflow_extent_lasts_as_long_as_its_leases() -> None:
@@ -147,7 +152,8 @@ def test_the_overflow_extent_lasts_as_long_as_its_leases() -> None:
     first = twin.stage([range(10)])
     second = twin.stage([range(8, 12)])
     table = twin.front._hot[0]
-    assert table.overflow.used == 8 and twin.front.stats()["overflow_peak"] == 8
+    assert table.overflow.used == 8
+    assert twin.front.stats()["overflow_peak"] == 8
     twin.front.release(first)
     twin.train([[0]])
     assert table.overflow.used == 4  # 8 to 11
@@ -165,7 +171,8 @@ def test_rows_that_left_are_staged_again() -> None:
     ids: Ids = [[1, 2, 3, 2]]
     lease = twin.stage(ids)
     slots = twin.front.slots(lease)
-    assert twin.front.slots(lease) is slots and twin.front.pins() == 3
+    assert twin.front.slots(lease) is slots
+    assert twin.front.pins() == 3
     twin.front.relax(lease)
     twin.front.relax(lease)
     assert twin.front.pins() == 0
@@ -173,7 +180,8 @@ def test_rows_that_left_are_staged_again() -> None:
         twin.train([[k, k + 1, k + 2, k + 3]])
     twin.train([[2]])  # it changes while the lease does not hold it
     twin.update(lease, ids)
-    assert twin.front.pins() == 3 and twin.front.stats()["rows_restaged"] > 0
+    assert twin.front.pins() == 3
+    assert twin.front.stats()["rows_restaged"] > 0
     twin.front.release(lease)
     with pytest.raises(StaleLookup, match="released"):
         twin.front.slots(lease)
@@ -221,17 +229,21 @@ def test_an_error_below_leaves_everything_as_it_was(call: str, after: int) -> No
     rng = np.random.default_rng(after)
     for step in range(6):
         twin.train(draw(rng, "zipf", step))
-    wide: Ids = [np.arange(100, 120), np.arange(100, 120), np.arange(30, 50)]
+    wide = [np.arange(100, 120), np.arange(100, 120), np.arange(30, 50)]
     held = twin.stage([np.arange(3), [], []])
     twin.front.flush()
     twin.update(held, [np.arange(3), [], []])
     twin.train([np.arange(90, 94), np.arange(90, 95), np.arange(25, 30)])  # dirty, so that something must be written
     pins = twin.front.pins()
     below.after[call] = after
-    with pytest.raises(StorageFull if call == "write" else OSError):
+
+    def go_on() -> None:
         for k in range(4):
-            twin.front.release(twin.stage([ids + 20 * k if t < 1 else ids for t, ids in enumerate(wide)]))
+            twin.front.release(twin.stage([wide[0] + 20 * k, *wide[1:]]))
             twin.train([[], np.arange(5) + 5 * k, np.arange(5)])
+
+    with pytest.raises(StorageFull if call == "write" else OSError):
+        go_on()
     assert twin.front.pins() == pins
     twin.check(held, [np.arange(3), [], []])
     for t in range(3):
@@ -322,7 +334,8 @@ def test_frozen_tables_and_padding_rows_are_not_written() -> None:
     twin.front.stepped([lease, lease], {1}, [1, 1])
     twin.front.release(lease)
     assert [ids.tolist() for ids, _ in twin.front.written(0, 10)] == [[3]]
-    assert list(twin.front.written(1, 10)) == [] and twin.front.count_written(1) == 0
+    assert list(twin.front.written(1, 10)) == []
+    assert twin.front.count_written(1) == 0
 
 
 def test_a_released_lease_gives_its_pins_back_once_from_anywhere() -> None:
@@ -342,7 +355,8 @@ def test_a_released_lease_gives_its_pins_back_once_from_anywhere() -> None:
         twin.front.release(leases[2])
     assert twin.front.pins() == 0
     twin.front.release(leases[2])
-    assert twin.front.pins() == 0 and (twin.front._arrays.pins == 0)[:100].all()
+    assert twin.front.pins() == 0
+    assert (twin.front._arrays.pins == 0)[:100].all()
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lfu_decay", "lookahead", lambda ids, counts, last: -(ids & 3)])
@@ -429,7 +443,8 @@ def test_unbounded_tables_in_memory_grow_and_evaluation_adds_nothing() -> None:
     twin.train([[1, 3]])  # a row that an evaluation holds is trained: it stays for good
     twin.front.release(reading)
     twin.evaluate([[]])
-    assert table.overflow.used == 0 and len(table.index) == 10_002
+    assert table.overflow.used == 0
+    assert len(table.index) == 10_002
     twin.check_all()
 
 
@@ -441,7 +456,8 @@ def test_a_hashed_table_that_outgrows_memory_says_so(monkeypatch: pytest.MonkeyP
     before = twin.resident(0)
     with pytest.raises(TableTooLarge, match=r"tables \['t'\] need [\d,]+ bytes of memory, 1,000 are available"):
         twin.stage([range(20, 20 + table.block + 100)])
-    assert twin.resident(0) == before and twin.front.pins() == 0
+    assert twin.resident(0) == before
+    assert twin.front.pins() == 0
     twin.train([range(10)])
     twin.check_all()
 
@@ -457,7 +473,9 @@ def test_counters_add_up() -> None:
     assert set(stats["seconds"]) == {"dedup_probe", "evict_write", "miss_read", "insert"}
     twin.train([range(100, 120)])
     stats = twin.front.stats()
-    assert stats["evictions"] == 10 - 7 and stats["rows_written_back"] == 3 and stats["overflow_peak"] == 10
+    assert stats["evictions"] == 10 - 7
+    assert stats["rows_written_back"] == 3
+    assert stats["overflow_peak"] == 10
 
 
 def test_a_closed_front_is_garbage() -> None:

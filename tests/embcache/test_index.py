@@ -30,7 +30,8 @@ def check(index: RowIndex, model: dict[int, int], asked: np.ndarray) -> None:
 @given(st.lists(st.tuples(st.booleans(), st.lists(KEYS, max_size=40)), max_size=12), st.integers(0, 2**31 - 2))
 @settings(max_examples=150)
 def test_any_puts_and_deletes_equal_a_dict(steps: list[tuple[bool, list[int]]], start: int) -> None:
-    index, model, value = RowIndex(), {}, start // 2
+    index, value = RowIndex(), start // 2
+    model: dict[int, int] = {}
     for insert, keys in steps:
         asked = keys_of([*keys, 0, -1, LOW, HIGH])
         if insert:
@@ -75,14 +76,16 @@ def test_growth_keeps_every_key_and_at_most_24_bytes_a_row() -> None:
     assert np.array_equal(index.get(keys), values)
     assert np.array_equal(index.get(keys ^ 1)[:5], [-1] * 5) or np.isin(keys[:5] ^ 1, keys).any()
     index.clear()
-    assert len(index) == 0 and (index.get(keys) == -1).all()
+    assert len(index) == 0
+    assert (index.get(keys) == -1).all()
 
 
 def test_reserved_room_does_not_grow_and_is_given_back() -> None:
     index = RowIndex(1000)
     entries = index.entries
     index.put(np.arange(1000), np.arange(1000, dtype=np.int32))
-    assert index.entries is entries and index.nbytes == 24 * 1000
+    assert index.entries is entries
+    assert index.nbytes == 24 * 1000
     index.put(np.arange(1000, 50_000), np.arange(1000, 50_000, dtype=np.int32))
     index.delete(np.arange(1000, 50_000))
     index.shrink(1000)
@@ -93,7 +96,8 @@ def test_reserved_room_does_not_grow_and_is_given_back() -> None:
 def test_no_keys_at_all() -> None:
     index, none = RowIndex(), np.empty(0, dtype=np.int64)
     index.put(none, none.astype(np.int32))
-    assert index.get(none).shape == index.delete(none).shape == (0,) and len(index) == 0
+    assert index.get(none).shape == index.delete(none).shape == (0,)
+    assert len(index) == 0
 
 
 def test_too_many_entries_are_refused() -> None:
@@ -133,4 +137,5 @@ def test_a_batch_is_deduplicated_with_counts_while_the_index_grows(n: int) -> No
         missing = unique[slots < 0]
         assert len(index) == 40 + len(missing)
         index.delete(missing)
-        assert len(index) == 40 and index.entries.shape[0] == ENTRY * index.capacity
+        assert len(index) == 40
+        assert index.entries.shape[0] == ENTRY * index.capacity
