@@ -1,0 +1,112 @@
+"""A writer killed at any instant: what the manifest names comes back bit for bit, and the next writer goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from disk_model import TABLES, Model, play
+
+from embcache.statefile import replace_json
+from embcache.tiers import merge
+from embcache.tiers.lmdb import Lmdb
+
+TRIALS = int(os.environ.get("EMBCACHE_CRASH_TRIALS", "16"))
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """{"latest": description, "before": description} as last committed."""
+    path = folder / "manifest.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {"latest": None, "before": None}
+
+
+def _open(folder: Path) -> tuple[Lmdb, dict[str, Any]]:
+    told = _manifest(folder)
+    tier = Lmdb(folder, overlay_bytes=1)
+    tier.open(TABLES)
+    tier.restore(told["latest"], keep=[d for d in (told["before"],) if d])
+    return tier, told
+
+
+class _Nothing:
+    """A tier for a model that plays alone."""
+
+    def write(self, *_: Any) -> None:
+        return
+
+    delete = write
+
+
+def _generation(tier: Any, model: Model, number: int) -> None:
+    """What generation ``number`` writes and deletes, a function of the number."""
+    play(tier, model, np.random.default_rng(number), size=120)
+
+
+def _train(folder: Path, ready: int) -> None:
+    """Commit generation after generation, merging all the time, until killed."""
+    tier, told = _open(folder)
+    number = told["latest"]["generation"] if told["latest"] else 0
+    tier.sealed(number, told["before"]["generation"] if told["before"] else 0)
+    os.write(ready, b"x")
+    while True:
+        number += 1
+        _generation(tier, Model(), number)
+        told = {"latest": tier.freeze(number), "before": told["latest"]}
+        tier.sync()
+        replace_json(folder, "manifest.json", told)
+        tier.sealed(number, max(1, number - 1))
+        if number % 7 == 0:
+            tier.compact()
+
+
+def _killed_run(folder: Path, delay: float) -> None:
+    """A child that trains, killed ``delay`` seconds after it has opened the store."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(readable)
+            _train(folder, writable)
+        finally:
+            os._exit(1)
+    os.close(writable)
+    started = os.read(readable, 1)
+    os.close(readable)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert started == b"x"
+    assert os.WIFSIGNALED(status), "the child ended by itself"
+
+
+@pytest.mark.parametrize("child", [False, True])
+def test_killed_at_random_instants(tmp_path: Path, child: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "SMALL", 0 if child else 10**9)
+    chance = random.Random(int(child))
+    models = {0: Model()}
+    reached = 0
+    for _ in range(TRIALS // 2):
+        _killed_run(tmp_path, chance.uniform(0, 0.5))
+        tier, told = _open(tmp_path)
+        number = told["latest"]["generation"] if told["latest"] else 0
+        for g in range(reached + 1, number + 1):
+            models[g] = models[g - 1].copy()
+            _generation(_Nothing(), models[g], g)
+        models[number].check(tier, block=1000)
+        if told["before"]:
+            tier.restore(told["before"])
+            models[told["before"]["generation"]].check(tier, block=1000)
+            tier.restore(told["latest"])
+            models[number].check(tier, block=1000)
+        assert list(tier.verify()) == []
+        tier.close()
+        assert number >= reached
+        reached = number
+    assert reached >= TRIALS // 4
