@@ -216,7 +216,7 @@ def _cache(tier: int, tables: list[TableConfig], ram: Ram, staged: list[int] | N
             ("rows", rows * table.row_bytes),
             ("index", ENTRY_BYTES * entries),
             ("slot data", rows * SlotArrays.BYTES),
-            ("scores", ScoreKeeper(cast(Any, ram.policy), rows).nbytes),
+            ("scores", ScoreKeeper.bytes_for(cast(Any, ram.policy), rows)),
         ):
             items.append(PlanItem(tier, "Ram", table.name, structure, size))
         if staged is None or not staged[t]:

@@ -42,6 +42,11 @@ class FrontRows:
             rows = engine.read_rows(keys)
         return torch.from_numpy(rows[inverse])
 
+    def over(self, t: int, rows: np.ndarray) -> np.ndarray:
+        """bool [n]: which rows, as a tier below stores them, count as absent because they have expired."""
+        clock = self._hot[t].expiry if t in self._hot else None
+        return np.zeros(len(rows), dtype=np.bool_) if clock is None else clock.over(rows)
+
     def load_rows(self, t: int, ids: Tensor, rows: Tensor) -> None:
         """Replace rows by id, noted as written; of an id that occurs twice the last counts."""
         engine = self._engines[t]

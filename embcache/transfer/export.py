@@ -60,23 +60,35 @@ def export_store(
 
 
 class _Changes:
-    """Rows of one table by key, and, after they were walked, the keys that have none."""
+    """Rows of one table by key, and, after they were walked, the keys that have none (any more)."""
 
-    def __init__(self, tier: DurableTier, t: int, row_bytes: int, keys: np.ndarray) -> None:
-        self._tier, self._t, self._row_bytes, self._keys = tier, t, row_bytes, keys
+    def __init__(self, store: EmbeddingStore, tier: DurableTier, t: int, keys: np.ndarray) -> None:
+        self._store, self._tier, self._t, self._keys = store, tier, t, keys
+        self._table = store.tables[t]
         self._absent: list[np.ndarray] = []
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        block = _block(self._row_bytes)
+        block = _block(self._table.row_bytes)
         for start in range(0, len(self._keys), block):
             keys = self._keys[start : start + block]
-            out = np.zeros((len(keys), self._row_bytes), dtype=np.uint8)
+            out = np.zeros((len(keys), self._table.row_bytes), dtype=np.uint8)
             found = self._tier.read(self._t, keys, out)
+            found &= ~self._store.front.over(self._t, out)
             self._absent.append(keys[~found])
             yield torch.from_numpy(keys[found]), torch.from_numpy(out[found])
 
     def deleted(self) -> Iterator[Tensor]:
         yield from (torch.from_numpy(keys) for keys in self._absent if len(keys))
+        if self._table.expiry is not None:
+            yield from self._expired()
+
+    def _expired(self) -> Iterator[Tensor]:
+        """Rows that have expired where they lie are no change that a tier sees: it is walked to the end."""
+        for keys, rows in self._tier.scan(self._t, _block(self._table.row_bytes)):
+            over = keys[self._store.front.over(self._t, rows)]
+            over = over[~np.isin(over, self._keys, assume_unique=True)]
+            if len(over):
+                yield torch.from_numpy(over)
 
 
 def _changes(store: EmbeddingStore, t: int, parent: State) -> _Changes:
@@ -86,7 +98,7 @@ def _changes(store: EmbeddingStore, t: int, parent: State) -> _Changes:
     keys = tier.changed_since(t, parent.generation)
     if keys is None:
         raise BadConfig(f"changes since {parent} are no longer known: export in full")
-    return _Changes(tier, t, store.tables[t].row_bytes, keys)
+    return _Changes(store, tier, t, keys)
 
 
 def _state_of(store: EmbeddingStore) -> State:

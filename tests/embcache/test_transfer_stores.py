@@ -355,3 +355,47 @@ def test_one_table_through_files(tmp_path):
     assert contents(other)[0][0] == contents(store)[0][0]
     ids = torch.arange(50)
     assert torch.equal(other.read_rows("half", ids)[0], store.read_rows("half", ids)[0])
+
+
+# admission and expiry --------------------------------------------------------------------------------------------
+
+
+def fading(path=None):
+    options = {"admission": ec.Admission(2, cells=64), "expiry": ec.Expiry(idle=3, every=2)}
+    table = ec.TableConfig("t", None, 2, optimizer=ec.optim.Adagrad(lr=0.1), **options)
+    return ec.EmbeddingStore([table], None if path is None else [Ram(rows=4), Lmdb(path)], backend="reference")
+
+
+def touch(store, steps, seed):
+    draw = np.random.default_rng(seed)
+    for _ in range(steps):
+        batch = ec.KeyedJaggedTensor(["t"], torch.from_numpy(draw.integers(0, 30, 8)), lengths=torch.tensor([8]))
+        with store.stage(batch) as handle:
+            store.update(handle, {"t": torch.cos(3 * store.lookup(handle)["t"])})
+        store.step()
+
+
+def rows_of(store):
+    return {int(i): bytes(r.numpy()) for ids, rows in store.raw_rows(0, 7) for i, r in zip(ids, rows, strict=True)}
+
+
+@pytest.mark.parametrize("target", ["memory", "disk"])
+def test_counts_clocks_and_expired_rows_go_along(tmp_path, target):
+    store, replica = fading(tmp_path / "a"), fading(tmp_path / "b" if target == "disk" else None)
+    touch(store, 10, 0)
+    store.commit()
+    export_store(store, tmp_path / "0")
+    import_exports(replica, tmp_path / "0")
+    gone = 0
+    for k in range(1, 5):
+        touch(store, 7, k)
+        store.commit()
+        delta = export_store(store, tmp_path / str(k), since=tmp_path / str(k - 1))
+        gone += delta.tables[0].deleted
+        import_exports(replica, tmp_path / str(k))
+        assert rows_of(replica) == rows_of(store)
+        assert torch.equal(replica.extra_state()["t.admission"], store.extra_state()["t.admission"])
+    assert gone > 0
+    touch(store, 9, 9)  # both go on alike: who is admitted, and who is over
+    touch(replica, 9, 9)
+    assert rows_of(replica) == rows_of(store)
