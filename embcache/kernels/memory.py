@@ -9,6 +9,7 @@ import mmap
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,7 @@ def huge_empty(nbytes: int) -> Tensor:
     if nbytes < 0:
         raise ValueError(f"huge_empty: nbytes = {nbytes}, must be >= 0")
     if nbytes < HUGE_PAGE:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))  # torch.zeros would wake all threads and touch it
     # private: a shared map is shmem, which gets no huge pages in most systems; no reserve: a table may be mostly unused
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0) | NO_RESERVE
     area = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=flags)
