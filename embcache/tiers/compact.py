@@ -8,6 +8,8 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
+from weakref import WeakSet
 
 from ..errors import NotSupported
 from ..statefile import named_when_full, sync_folder
@@ -57,6 +59,7 @@ class ReaderLock:
     """A reader is in the folder as long as this object lives (where the writer has made the file and locks exist)."""
 
     NAME = "readers"
+    _held: ClassVar[WeakSet[ReaderLock]] = WeakSet()
 
     def __init__(self, folder: Path, alone: bool = False) -> None:
         self._descriptor = -1
@@ -64,11 +67,18 @@ class ReaderLock:
             self._descriptor = os.open(folder / self.NAME, os.O_RDONLY)
         if self._descriptor >= 0 and fcntl is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+        self._held.add(self)
 
     @classmethod
     def make(cls, folder: Path) -> None:
         """The file that readers lock."""
         (folder / cls.NAME).touch()
+
+    @classmethod
+    def forked(cls) -> None:
+        """This process is a fork: it reads nothing, and must not hold its parent's lock any longer than that does."""
+        for lock in list(cls._held):
+            lock.release()
 
     def release(self) -> None:
         if self._descriptor >= 0:
@@ -78,6 +88,10 @@ class ReaderLock:
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
             self.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=ReaderLock.forked)
 
 
 def rewrite(base: BaseFile, folder: Path, row_bytes: Sequence[int]) -> BaseFile:

@@ -15,23 +15,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from ..config import TableConfig
-from ..errors import BadConfig, CorruptStore, ForkError, NotSupported
+from ..errors import BadConfig, CorruptStore, ForkError, NotSupported, StoreLocked
 from ..lock import FolderLock
 from ..statefile import sync_folder
 from . import compact, scanning
 from .base import Block
 from .basefile import FORKED, BaseFile, Snapshot
 from .changes import Changes
+from .counters import Counters
 from .description import described, parsed, trimmed
 from .merge import Merger
 from .merge_rows import distinct
@@ -71,6 +73,8 @@ class Lmdb:
     embcache.errors.BadConfig: tiers.Lmdb: overlay_bytes = 0, must be an integer >= 1
     """
 
+    _writers: ClassVar[WeakValueDictionary[tuple[int, str], Lmdb]] = WeakValueDictionary()
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -86,16 +90,16 @@ class Lmdb:
         self.readonly, self.overlay_bytes, self.changes_bytes = readonly, overlay_bytes, changes_bytes
         self.on_merged: Callable[[], None] = _nothing
         self._merger: Merger | None = None
+        self._lock: FolderLock | None = None
+        self._reading: compact.ReaderLock | None = None
         self._pid = 0
 
     def fresh(self) -> Lmdb:
-        """An unopened tier of the same description."""
-        return Lmdb(
-            self.folder,
-            readonly=self.readonly,
-            overlay_bytes=self.overlay_bytes,
-            changes_bytes=self.changes_bytes,
-        )
+        """An unopened tier of the same description; pickling gives one too."""
+        return _make(self.folder, self.readonly, self.overlay_bytes, self.changes_bytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make, (self.folder, self.readonly, self.overlay_bytes, self.changes_bytes)
 
     def reader(self) -> Lmdb:
         """An unopened read-only tier on the same folder."""
@@ -111,31 +115,17 @@ class Lmdb:
         self._row_bytes = [t.row_bytes for t in tables]
         self._segments = self.folder / "segments"
         self._changes = Changes(self.folder / "changes", self.changes_bytes)
-        self._lock: FolderLock | None = None
-        self._reading: compact.ReaderLock | None = None
-        if self.readonly:
-            self._reading = compact.ReaderLock(self.folder)
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock.take(self.folder)
-        base = BaseFile.open(self.folder, self._row_bytes, create=not self.readonly)
-        owner = 0
         try:
-            if not self.readonly:
-                for folder in (self._segments, self._changes.folder):
-                    folder.mkdir(exist_ok=True)
-                compact.ReaderLock.make(self.folder)
-                owner = base.claim()
+            base = self._claim()
         except BaseException:
-            base.close()
+            self._lock = self._reading = None
             raise
         prefix, numbers = f"{time.time_ns():x}", itertools.count()
         self._overlays = [
             Overlay(t, size, lambda t=t: self._segments / f"{t:04d}-{prefix}-{next(numbers):06x}.rows")  # type: ignore[misc]
             for t, size in enumerate(self._row_bytes)
         ]
-        self._counters = dict.fromkeys(_COUNTERS, 0.0)
-        self._counting = threading.Lock()
+        self._counters = Counters(*_COUNTERS)
         self._gate = compact.Gate()
         self._held: Snapshot | None = None
         self._swept, self._generation = False, 0  # these and the next two are guarded by the merger's lock
@@ -146,12 +136,30 @@ class Lmdb:
             self.folder,
             base,
             self._overlays,
-            owner,
+            0,  # nothing is merged before the first restore takes the base over
             self.overlay_bytes,
             self._changes,
             lambda: self.on_merged(),
-            self._count,
+            self._counters.add,
         )
+
+    def _claim(self) -> BaseFile:
+        """The base, with the folder locked against what must not happen meanwhile."""
+        if self.readonly:
+            self._reading = compact.ReaderLock(self.folder)
+            return BaseFile.open(self.folder, self._row_bytes, create=False)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock.take(self.folder)
+        place = os.getpid(), str(self.folder.resolve())
+        other = self._writers.get(place)
+        if other is not None and other._merger is not None:  # the lock is the process's, not this object's
+            raise StoreLocked(str(self.folder), os.getpid(), socket.gethostname())
+        base = BaseFile.open(self.folder, self._row_bytes, create=True)
+        self._segments.mkdir(exist_ok=True)
+        self._changes.folder.mkdir(exist_ok=True)
+        compact.ReaderLock.make(self.folder)
+        self._writers[place] = self
+        return base
 
     def _check(self, writing: bool = False) -> Merger:
         merger = self._merger
@@ -175,6 +183,8 @@ class Lmdb:
             for overlay in self._overlays:
                 for segment in overlay.segments:
                     segment.close()
+                    if segment.generation == 0:
+                        segment.path.unlink(missing_ok=True)
             merger.base.close()
         self._merger, self._held, self._lock, self._reading = None, None, None, None
         self._overlays = []
@@ -199,9 +209,9 @@ class Lmdb:
         if found < len(keys) and merger.base_used:
             with self._snapshot() as snapshot:
                 below = snapshot.fill(table, keys, state, out)
-            self._count(rows_read_base=below)
+            self._counters.add(rows_read_base=below)
             found += below
-        self._count(
+        self._counters.add(
             rows_read=len(keys),
             rows_found=found,
             bytes_read=found * out.shape[1] if out.ndim == 2 else 0,
@@ -218,7 +228,7 @@ class Lmdb:
     def _append(self, table: int, keys: np.ndarray, rows: np.ndarray | None) -> None:
         began = time.perf_counter()
         written = self._overlays[table].append(np.ascontiguousarray(keys, np.int64), rows)
-        self._count(rows_written=len(keys), bytes_written=written, seconds_write=time.perf_counter() - began)
+        self._counters.add(rows_written=len(keys), bytes_written=written, seconds_write=time.perf_counter() - began)
 
     def offer(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
         """Clean rows are here already."""
@@ -356,6 +366,7 @@ class Lmdb:
         if not self.readonly:
             snapshot.close()
             if not self._swept:
+                merger.owner = merger.base.claim()
                 self._sweep([told, *keep], merged)
                 self._swept = True
 
@@ -429,17 +440,12 @@ class Lmdb:
         base = self._check().base
         overlays = self._overlays
         return {
-            **self._counters,
+            **self._counters.values,
             "overlay_rows": float(sum(len(o) for o in overlays)),
             "overlay_bytes": float(sum(o.bytes for o in overlays)),
             "index_bytes": float(sum(o.index_bytes for o in overlays)),
             "base_bytes": float(base.pages * base.page_size),
         }
-
-    def _count(self, **more: float) -> None:
-        with self._counting:
-            for name, value in more.items():
-                self._counters[name] += value
 
     def verify(self) -> Iterator[str]:
         """A line for each thing that is not what was written; all rows are read."""
@@ -478,6 +484,10 @@ class Lmdb:
             "last_merge_failure": None if merger.failure is None else str(merger.failure),
             **self.stats(),
         }
+
+
+def _make(path: Path, readonly: bool, overlay_bytes: int, changes_bytes: int) -> Lmdb:
+    return Lmdb(path, readonly=readonly, overlay_bytes=overlay_bytes, changes_bytes=changes_bytes)
 
 
 _COUNTERS = (

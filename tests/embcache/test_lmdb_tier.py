@@ -7,6 +7,7 @@ import gc
 import json
 import multiprocessing
 import os
+import pickle
 import resource
 import threading
 import traceback
@@ -323,6 +324,10 @@ def test_the_second_writer_is_refused_by_name(tmp_path: Path) -> None:
     held = FolderLock.take(tmp_path)
     _in_a_fork(refused)
     del held
+    tier = _open(tmp_path)
+    with pytest.raises(StoreLocked, match=f"process {os.getpid()}"):  # nor twice in a process
+        _open(tmp_path)
+    tier.close()
     _open(tmp_path).close()
 
 
@@ -541,6 +546,8 @@ def test_small_things(tmp_path: Path) -> None:
             Lmdb(tmp_path, **bad)  # type: ignore[arg-type]
     tier = _open(tmp_path / "s", overlay_bytes=12345)
     assert (tier.fresh().overlay_bytes, tier.fresh().folder, tier.reader().readonly) == (12345, tier.folder, True)
+    copied = pickle.loads(pickle.dumps(tier))
+    assert (copied.folder, copied.overlay_bytes, copied.readonly) == (tier.folder, 12345, False)
     with pytest.raises(BadConfig, match="already serves"):
         tier.open(TABLES)
     none = np.zeros(0, np.int64)
