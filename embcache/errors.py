@@ -119,6 +119,10 @@ class ForkError(EmbcacheError, RuntimeError):
     """A disk store was used in a process forked from its owner: open it by its path, read-only, in one started anew."""
 
 
+class StoreClosed(EmbcacheError, RuntimeError):
+    """A store was used after ``close()``."""
+
+
 class WrongParent(EmbcacheError, ValueError):
     """A delta export does not continue what it is applied to."""
 

@@ -22,6 +22,7 @@ tensor([[2., 2.],
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -79,9 +80,14 @@ class EmbeddingStore(StoreDisk):
         self.frozen: frozenset[int] = frozenset()
         self.counts = [options.Counts() for _ in self.tables]
         self.guard: Callable[[], None] | None = None
-        self._describe()
-        self._gathering()
-        self._open_disk()
+        self._pid = os.getpid()
+        try:
+            self._describe()
+            self._gathering()
+            self._open_disk()
+        except BaseException:
+            self.front.close()
+            raise
 
     @classmethod
     def open(
@@ -157,6 +163,7 @@ class EmbeddingStore(StoreDisk):
         ``CacheTooSmall``, with nothing staged, where the rows do not fit into the cache beside those that are pinned;
         otherwise they get memory beyond it until the handle is released.
         """
+        self.require_usable()
         training = torch.is_grad_enabled() if training is None else training
         batch = KeyedJaggedTensor.adopt(batch)
         device = batch.device()
@@ -222,6 +229,7 @@ class EmbeddingStore(StoreDisk):
         """One kernel call: the output of a part in its shape; ``out_dtype`` 0 fp32, 1 bf16, 2 fp16."""
         if not part.open:
             raise StaleLookup("this handle was released: stage the batch again")
+        self.require_usable()
         slots, slabs = part.slots(), self._slabs
         if self._normed:
             slabs, slots = self._overlaid(part, slots)

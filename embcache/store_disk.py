@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from .cache import Front
 from .checkpoint import Checkpoints
 from .config import TableConfig
 from .errors import CorruptStore, NotSupported
-from .store_rows import StoreRows
+from .store_rows import CLOSED, StoreRows
 from .tiers.base import DurableTier
 
 
@@ -75,6 +76,7 @@ class StoreDisk(StoreRows):
     @property
     def checkpoints(self) -> Checkpoints:
         """The generations in the store's folder."""
+        self.require_usable()
         if self._checkpoints is None:
             raise NotSupported("this store lives in memory: save it with ec.checkpoint.Checkpoints(folder)")
         return self._checkpoints
@@ -116,6 +118,7 @@ class StoreDisk(StoreRows):
 
     def flush(self) -> None:
         """Write every dirty row to the tier below; nothing is committed by it."""
+        self.require_writable("flush")
         self.front.flush()
         self._flushed = self.version
 
@@ -169,13 +172,14 @@ class StoreDisk(StoreRows):
 
     def close(self) -> None:
         """Wait for a commit in the background and give back memory, files and the folder's lock; rows that were not
-        committed are gone. The store cannot be used afterwards."""
+        committed are gone. The store cannot be used afterwards; closing it again does nothing. In a forked process only
+        that process lets go of it."""
         try:
-            if self._checkpoints is not None:
+            if self._checkpoints is not None and self._pid == os.getpid():
                 self._checkpoints.wait()
         finally:
             self.front.close()
-            self._checkpoints = None
+            self._checkpoints, self._pid = None, CLOSED
 
 
 def check_folder(tables: Sequence[TableConfig], tiers: Sequence[Any]) -> None:

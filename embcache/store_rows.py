@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor
 from . import records, tablefile
 from .cache import Front
 from .config import TableConfig
-from .errors import BadConfig, IdOutOfRange, NotSupported, SchemaMismatch
+from .errors import BadConfig, ForkError, IdOutOfRange, NotSupported, SchemaMismatch, StoreClosed
 
 BLOCK = 65536
+CLOSED = -1
+_own_pid = os.getpid
 EXTRA = "extra."
 Form = tuple[tuple[int | None, ...], torch.dtype]  # of a saved tensor; None: any number
 
@@ -27,6 +30,7 @@ class StoreRows:
     steps: list[int]
     front: Front
     version: int
+    _pid: int  # of the process that opened it; CLOSED afterwards
 
     def index(self, table: str) -> int:
         """Position of a table by name."""
@@ -46,14 +50,28 @@ class StoreRows:
         """Forget gathered gradients."""
         raise NotImplementedError
 
+    def require_usable(self) -> None:
+        """StoreClosed after ``close()``, ForkError in a child of the process that opened a store on disk."""
+        if self._pid != _own_pid():
+            if self._pid == CLOSED:
+                raise StoreClosed(f"the store of tables {self.names} is closed")
+            durable = self.front.durable
+            if durable is not None:
+                raise ForkError(
+                    f"the store in {durable.folder} was opened by process {self._pid}: a process forked from it opens "
+                    "the folder anew, with readonly=True"
+                )
+
     def require_writable(self, what: str) -> None:
-        """NotSupported where the store was opened read-only."""
+        """``require_usable``, and NotSupported where the store was opened read-only."""
+        self.require_usable()
         if self.front.durable is not None and self.front.durable.readonly:
             raise NotSupported(f"{what}: the store {self.front.durable.folder} was opened read-only")
 
     # views ------------------------------------------------------------------------------------------------------
 
     def _slab(self, t: int) -> Tensor:
+        self.require_usable()
         if not self.front.direct(t):
             raise NotSupported(
                 f"table {self.names[t]!r} does not lie whole in memory: use read_rows(ids), scan() or export_table()"
@@ -86,6 +104,7 @@ class StoreRows:
     def read_rows(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [n, D], state fp32 [n, floats]) of any ids as they are now, copies; the cache does not change."""
         t = self.index(table)
+        self.require_usable()
         rows = self.front.read_rows(t, self._checked(t, ids))
         parts = records.split(self.tables[t], rows)
         return parts["weight"], parts["state"]
@@ -118,6 +137,7 @@ class StoreRows:
 
     def count_written(self, table: str) -> int:
         """Rows of a table that differ from their initial values."""
+        self.require_usable()
         return self.front.count_written(self.index(table))
 
     def scan(self, table: str, block: int = BLOCK) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -138,6 +158,7 @@ class StoreRows:
 
     def raw_rows(self, table: int, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, whole rows uint8 [n, row_bytes]) of the written rows of a table by index."""
+        self.require_usable()
         return self.front.written(table, block)
 
     def put_raw_rows(self, table: int, ids: Tensor, rows: Tensor) -> None:
