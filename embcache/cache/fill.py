@@ -19,9 +19,10 @@ class Fill:
     ``at``: positions of the missing rows in the lease; ``keys`` ascending as unsigned numbers.
     """
 
-    def __init__(self, table: HotTable, lease: Lease, first: int, distinct: int) -> None:
+    def __init__(self, table: HotTable, lease: Lease, first: int, distinct: int, misses: int) -> None:
         self.table, self.lease = table, lease
-        at = first + np.flatnonzero(lease.slots[first : first + distinct] < 0)
+        at = np.empty(misses, dtype=np.int64)
+        cpu.missing(lease.slots, first, first + distinct, at)
         self.at = at[ascending(lease.unique[at])]
         self.keys = lease.unique[self.at]
         self.slots = self.taken = self.leaving = _NONE
@@ -76,7 +77,7 @@ class Fill:
         if len(self.leaving):
             table.evicted += len(self.leaving)
             table.remove(self.leaving)
-        table.occupy(self.slots, self.keys)
+        table.occupy(self.slots, self.keys, new=False)
         self.lease.slots[self.at] = self.slots
 
     def vacate(self) -> None:

@@ -187,7 +187,7 @@ class Front(FrontRows):
             rows = slice(first, first + int(state[cpu.UNIQUE]))
             slots, counts = lease.slots[rows], lease.counts[rows]
             if state[cpu.MISSES]:
-                fills.append(Fill(table, lease, first, int(state[cpu.UNIQUE])))
+                fills.append(Fill(table, lease, first, int(state[cpu.UNIQUE]), int(state[cpu.MISSES])))
                 slots, counts = slots[slots >= 0], counts[slots >= 0]
             if len(slots):
                 hits.append((table, slots, counts))
@@ -275,6 +275,8 @@ class Front(FrontRows):
             finally:
                 self._seconds["evict_write"] += perf_counter() - begin
             table.give(slots)
+            if table.keeper is not None:
+                table.index.shrink(table.rows)
 
     def slots(self, lease: Any) -> Tensor:
         """The slot of each id; the rows are resident and pinned until ``relax`` or ``release``. Rows that have left

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config import TableConfig
 from ..errors import TableTooLarge
 from ..kernels import cpu
-from ..kernels.cpu import BELOW, DIRTY, EXISTS, OVERFLOW, READY
+from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY
 from ..kernels.index import RowIndex
 from ..kernels.initial import InitialRows
 from ..kernels.memory import available_bytes, reserve
@@ -140,11 +140,10 @@ class HotTable:
 
     def remove(self, slots: np.ndarray) -> None:
         """Rows that nobody needs here any more leave index, scores and flags; their slots are not yet free."""
-        ids = self.slot_ids[slots]
-        self.index.delete(ids)
+        ids = np.empty(len(slots), dtype=np.int64)
+        self.index.count -= cpu.leave(self.index.entries, slots, self.slot_ids, self.flags, ids)
         if self.keeper is not None:
             self.keeper.drop(slots, ids)
-        self.flags[slots] = 0
 
     def give(self, slots: np.ndarray) -> None:
         """Slots are free."""
@@ -163,12 +162,11 @@ class HotTable:
 
     # coming -----------------------------------------------------------------------------------------------------
 
-    def occupy(self, slots: np.ndarray, keys: np.ndarray) -> None:
-        """Rows of ``keys`` will be in ``slots``: indexed and pinned once, not yet ready."""
-        self.index.put(keys, slots)
-        self.slot_ids[slots] = keys
-        self.pins[slots] = 1
-        self.flags[slots] = np.where(slots >= self.rows, OVERFLOW, 0).astype(np.uint8)
+    def occupy(self, slots: np.ndarray, keys: np.ndarray, new: bool = True) -> None:
+        """Rows of ``keys`` will be in ``slots``: indexed (they may be already: not ``new``), pinned once, not ready."""
+        if new:
+            self.index.reserve(self.index.count + len(keys))
+        self.index.count += cpu.enter(self.index.entries, keys, slots, self.slot_ids, self.pins, self.flags, self.rows)
         self.overflow_peak = max(self.overflow_peak, self.overflow.used)
 
     def vacate(self, slots: np.ndarray, keys: np.ndarray) -> None:
@@ -253,7 +251,7 @@ class HotTable:
 
     def mark_loaded(self, slots: np.ndarray, found: np.ndarray) -> None:
         """Rows are ready; those that the tier below has exist."""
-        self.flags[slots] |= np.where(found, READY | EXISTS | BELOW, READY).astype(np.uint8)
+        cpu.loaded(slots, found, self.flags)
 
     def clear(self) -> None:
         """Nothing is resident."""

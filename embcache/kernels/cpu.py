@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .index import AHEAD, ENTRY, ENTRY_BYTES, find, home, set_entry
+from .index import AHEAD, ENTRY, ENTRY_BYTES, find, home, remove_entry, set_entry
 from .jit import I64, inline, kernel
 from .rawmem import copy_bytes, prefetch, zero_bytes
 
@@ -207,6 +207,71 @@ def idle(first: int, last: int, pins: np.ndarray, flags: np.ndarray, out: np.nda
             out[n] = s
             n += 1
     return n
+
+
+@kernel
+def missing(slots: np.ndarray, first: int, last: int, out: np.ndarray) -> int:
+    """Positions of [first, last) whose slot is -1; returns their number."""
+    n = 0
+    for k in range(first, last):
+        if slots[k] < 0:
+            out[n] = k
+            n += 1
+    return n
+
+
+@kernel
+def enter(
+    entries: np.ndarray,
+    keys: np.ndarray,
+    slots: np.ndarray,
+    slot_ids: np.ndarray,
+    pins: np.ndarray,
+    flags: np.ndarray,
+    rows: int,
+) -> int:
+    """One table's ``keys`` get their ``slots`` in the index, pinned once, not ready, OVERFLOW from slot ``rows`` on;
+    returns how many were new to the index, which has room."""
+    n, capacity, new = keys.shape[0], entries.shape[0] // ENTRY, 0
+    base, ids_at, pins_at, flags_at = entries.ctypes.data, slot_ids.ctypes.data, pins.ctypes.data, flags.ctypes.data
+    for i in range(n):
+        if i + AHEAD < n:
+            later = np.int64(slots[i + AHEAD])
+            prefetch(base + home(keys[i + AHEAD], capacity) * ENTRY_BYTES)
+            prefetch(ids_at + 8 * later)
+            prefetch(pins_at + 4 * later)
+            prefetch(flags_at + later)
+        key, slot = keys[i], np.int64(slots[i])
+        e = find(entries, capacity, key, home(key, capacity))
+        new += entries[e + 2] == 0
+        set_entry(entries, e, key, slot + 1)
+        slot_ids[slot], pins[slot] = key, 1
+        flags[slot] = OVERFLOW if slot >= rows else np.uint8(0)
+    return new
+
+
+@kernel
+def leave(entries: np.ndarray, slots: np.ndarray, slot_ids: np.ndarray, flags: np.ndarray, ids: np.ndarray) -> int:
+    """The rows in one table's ``slots`` leave index and flags; ``ids`` becomes their keys. Returns their number."""
+    n, capacity, gone = slots.shape[0], entries.shape[0] // ENTRY, 0
+    base = entries.ctypes.data
+    for i in range(n):
+        ids[i] = slot_ids[slots[i]]
+        prefetch(base + home(ids[i], capacity) * ENTRY_BYTES)
+    for i in range(n):
+        e = find(entries, capacity, ids[i], home(ids[i], capacity))
+        if entries[e + 2] != 0:
+            remove_entry(entries, capacity, e)
+            gone += 1
+        flags[slots[i]] = 0
+    return gone
+
+
+@kernel
+def loaded(slots: np.ndarray, found: np.ndarray, flags: np.ndarray) -> None:
+    """The rows in one table's ``slots`` are ready; those found below exist."""
+    for i in range(slots.shape[0]):
+        flags[slots[i]] |= READY | EXISTS | BELOW if found[i] else READY
 
 
 @kernel

@@ -215,9 +215,9 @@ class RowIndex:
         self._resize(capacity)
 
     def shrink(self, rows: int) -> None:
-        """Give memory back where more than 24 bytes for each of ``rows`` (or of the keys, if more) are held."""
+        """Give memory back where much more than 24 bytes for each of ``rows`` (or of the keys, if more) are held."""
         wanted = max(SMALLEST, 2 * max(rows, self.count))
-        if self.capacity > wanted * 3 // 2:
+        if self.capacity >= 4 * wanted:
             self._resize(wanted)
 
     def clear(self) -> None:
