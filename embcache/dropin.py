@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .config import TableConfig
-from .errors import BadConfig, BadJagged, BadJaggedType, NotSupported
+from .errors import BadConfig, BadJagged, BadJaggedType, NotSupported, SchemaMismatch
 from .init import Initializer, Normal
 from .jagged import KeyedJaggedTensor
 from .jagged_checks import INDEX_DTYPES
 from .lookup import Tables, read
 from .optim import SGD, Rule
 from .store import EmbeddingStore
+
+Pretrained: TypeAlias = Tensor | np.ndarray | str | Path
 
 
 class _TorchLike(Tables):
@@ -26,7 +30,7 @@ class _TorchLike(Tables):
     def __init__(
         self,
         table: TableConfig,
-        weight: Tensor | None,
+        weight: Pretrained | None,
         tiers: Sequence[Any] | None,
         backend: str,
         sparse: bool,
@@ -42,7 +46,24 @@ class _TorchLike(Tables):
         self.padding_idx, self.max_norm, self.norm_type = table.padding_idx, table.max_norm, table.norm_type
         self.scale_grad_by_freq, self.sparse = table.scale_grad_by_freq, sparse
         if weight is not None:
-            self.store.load_weight(table.name, weight)
+            try:
+                self._pretrain(weight)
+            except BaseException:
+                self.store.close()
+                raise
+
+    def _pretrain(self, weight: Pretrained) -> None:
+        """Fill the table in blocks, whatever tiers it has."""
+        if self.store.recovered_from is not None:
+            raise BadConfig(
+                f"table {self.table.name!r}: {self.store.checkpoints.folder} already holds generation "
+                f"{self.store.recovered_from} of it, which these weights would replace: reopen it without weights, or "
+                "call store.load_table"
+            )
+        shape, mine = list(_shape(weight)), [self.num_embeddings, self.embedding_dim]
+        if shape != mine:
+            raise SchemaMismatch(f"shape of table {self.table.name!r}", shape, mine)
+        self.store.load_table(self.table.name, weight)
 
     @property
     def weight(self) -> Tensor:
@@ -107,7 +128,7 @@ class EmbeddingBag(_TorchLike):
         scale_grad_by_freq: bool = False,
         mode: str = "mean",
         sparse: bool = False,
-        _weight: Tensor | None = None,
+        _weight: Pretrained | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         device: Any = None,
@@ -150,7 +171,7 @@ class EmbeddingBag(_TorchLike):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Tensor,
+        embeddings: Pretrained,
         freeze: bool = True,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -161,9 +182,10 @@ class EmbeddingBag(_TorchLike):
         padding_idx: int | None = None,
         **ours: Any,
     ) -> EmbeddingBag:
-        """A module whose rows are ``embeddings`` [rows, D], frozen unless ``freeze=False``."""
-        rows, dim = _pretrained_shape(embeddings)
-        ours.setdefault("dtype", embeddings.dtype)
+        """A module whose rows are ``embeddings`` [rows, D], a tensor, an array (a memory map, too) or the path of an
+        ``.npy`` file, frozen unless ``freeze=False``. With tiers on disk it is read in blocks, never whole."""
+        rows, dim = _shape(embeddings)
+        ours.setdefault("dtype", _stored_as(embeddings))
         bag = cls(
             rows, dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings, include_last_offset,
             padding_idx, **ours,
@@ -228,7 +250,7 @@ class Embedding(_TorchLike):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        _weight: Tensor | None = None,
+        _weight: Pretrained | None = None,
         _freeze: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -266,7 +288,7 @@ class Embedding(_TorchLike):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Tensor,
+        embeddings: Pretrained,
         freeze: bool = True,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -275,9 +297,10 @@ class Embedding(_TorchLike):
         sparse: bool = False,
         **ours: Any,
     ) -> Embedding:
-        """A module whose rows are ``embeddings`` [rows, D], frozen unless ``freeze=False``."""
-        rows, dim = _pretrained_shape(embeddings)
-        ours.setdefault("dtype", embeddings.dtype)
+        """A module whose rows are ``embeddings`` [rows, D], a tensor, an array (a memory map, too) or the path of an
+        ``.npy`` file, frozen unless ``freeze=False``. With tiers on disk it is read in blocks, never whole."""
+        rows, dim = _shape(embeddings)
+        ours.setdefault("dtype", _stored_as(embeddings))
         return cls(rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze, **ours)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -287,7 +310,21 @@ class Embedding(_TorchLike):
         return out.view(*input.shape, self.embedding_dim)
 
 
-def _pretrained_shape(embeddings: Tensor) -> tuple[int, int]:
-    if embeddings.dim() != 2:
-        raise BadConfig(f"embeddings has shape {list(embeddings.shape)}, must be [rows, dim]")
-    return embeddings.shape[0], embeddings.shape[1]
+def _shape(weight: Pretrained) -> tuple[int, int]:
+    shape = tuple(_header(weight).shape)
+    if len(shape) != 2:
+        raise BadConfig(f"embeddings has shape {shape}, must be [rows, dim]")
+    return shape[0], shape[1]
+
+
+def _stored_as(weight: Pretrained) -> torch.dtype:
+    """The dtype of a table that takes these weights; float64 arrays become float32."""
+    dtype = _header(weight).dtype
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return torch.float16 if dtype == np.float16 else torch.float32
+
+
+def _header(weight: Pretrained) -> Tensor | np.ndarray:
+    """The weights themselves, or a map of their file, of which nothing is read yet."""
+    return np.load(weight, mmap_mode="r", allow_pickle=False) if isinstance(weight, str | Path) else weight

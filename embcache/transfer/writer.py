@@ -94,7 +94,7 @@ class ExportWriter:
                 order, starts = bucket_order(ids.numpy(), self.buckets)
                 for b in (starts[1:] > starts[:-1]).nonzero()[0].tolist():
                     at = torch.from_numpy(order[starts[b] : starts[b + 1]])
-                    held[b].append((ids[at], block[at]))
+                    held[b].append((ids.index_select(0, at), block.index_select(0, at)))
                     sizes[b] += width * len(at)
                     if sizes[b] * self.buckets >= self.memory:
                         flush(b)

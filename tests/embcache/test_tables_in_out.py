@@ -268,3 +268,58 @@ def test_a_failed_export_leaves_the_file_before(tmp_path, monkeypatch):
     with pytest.raises(StorageFull, match="no room"):
         export_table(store, "t", tmp_path / "t.npy")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+# modules from pretrained rows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "map", "path"])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_modules_from_pretrained_rows(tmp_path, kind, where):
+    rows = torch.randn(50, 4)
+    np.save(tmp_path / "rows.npy", rows.numpy())
+    source = {
+        "tensor": rows,
+        "array": rows.numpy(),
+        "map": np.load(tmp_path / "rows.npy", mmap_mode="r"),
+        "path": tmp_path / "rows.npy",
+    }[kind]
+    tiers = None if where == "memory" else [ec.tiers.Ram(rows=5), ec.tiers.Lmdb(tmp_path / "store")]
+    ours = ec.EmbeddingBag.from_pretrained(source, mode="sum", padding_idx=3, tiers=tiers, backend="reference")
+    theirs = torch.nn.EmbeddingBag.from_pretrained(rows, mode="sum", padding_idx=3)
+    ids = torch.tensor([[1, 2, 3], [49, 0, 1], [3, 3, 3]])
+    assert torch.equal(ours(ids), theirs(ids))
+    assert ours(ids).requires_grad is False
+
+
+def test_pretrained_rows_over_disk_train_and_stay(tmp_path):
+    rows = torch.randn(50, 4)
+    tiers = [ec.tiers.Ram(rows=5), ec.tiers.Lmdb(tmp_path / "store")]
+    options = {"optimizer": ec.optim.Adagrad(lr=0.1), "seed": 1, "backend": "reference"}
+    ours = ec.Embedding.from_pretrained(rows, freeze=False, tiers=tiers, **options)
+    twin = ec.Embedding.from_pretrained(rows, freeze=False, **options)
+    for emb in (ours, twin):
+        optimizer = ec.optim.SparseOptimizer(emb)
+        for step in range(5):
+            emb(torch.arange(step, 50, 3)).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(ours(torch.arange(50)), twin(torch.arange(50)))
+    ours.store.commit()
+    ours.store.close()
+    reopened = [ec.tiers.Ram(rows=5), ec.tiers.Lmdb(tmp_path / "store")]
+    with pytest.raises(BadConfig, match="already holds generation 1 of it"):
+        ec.Embedding.from_pretrained(rows, tiers=reopened, **options)
+    again = ec.Embedding(50, 4, tiers=[ec.tiers.Ram(rows=5), ec.tiers.Lmdb(tmp_path / "store")], **options)
+    assert torch.equal(again(torch.arange(50)), twin(torch.arange(50)))
+
+
+def test_pretrained_rows_of_another_shape(tmp_path):
+    with pytest.raises(BadConfig, match=r"must be \[rows, dim\]"):
+        ec.EmbeddingBag.from_pretrained(torch.randn(50))
+    with pytest.raises(SchemaMismatch, match=r"saved \[50, 4\], declared \[50, 5\]"):
+        ec.EmbeddingBag(50, 5, _weight=torch.randn(50, 4))
+    with pytest.raises(FileNotFoundError):
+        ec.Embedding.from_pretrained(tmp_path / "nothing.npy")
+    half = ec.Embedding.from_pretrained(np.ones((3, 2), np.float16))
+    assert (half.table.dtype, half.weight.dtype) == (torch.float16, torch.float16)
+    assert ec.Embedding.from_pretrained(np.ones((3, 2))).table.dtype == torch.float32
