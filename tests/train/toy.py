@@ -12,21 +12,27 @@ from embcache.train.config import TrainConfig
 from embcache.train.loop import Trainer
 from embcache.train.optimizers import OptimizerConfig, dense_optimizer, sparse_rule
 from embcache.train.state import seed_all
+from embcache.train.storage import StorageConfig
 from embcache.train.task import Evaluation
 
 
 class Toy(nn.Module):
-    def __init__(self, rule, rows=50, dim=4, dropout=0.0, init=None):
+    def __init__(self, rule, rows=50, dim=4, dropout=0.0, init=None, tiers=None):
         super().__init__()
         init = ec.init.Uniform(0.1) if init is None else init
         table = ec.TableConfig("t", rows, dim, optimizer=rule, init=init)
-        self.bags = ec.EmbeddingBagCollection([table], backend="reference")
+        self.bags = ec.EmbeddingBagCollection([table], backend="reference", tiers=tiers)
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(dim, 1)
 
+    def jagged(self, ids):
+        if not hasattr(ids, "jagged"):
+            lengths = torch.full((len(ids),), ids.shape[1])
+            ids.jagged = ec.KeyedJaggedTensor(["t"], ids.reshape(-1), lengths=lengths)
+        return ids.jagged
+
     def forward(self, ids):
-        batch = ec.KeyedJaggedTensor(["t"], ids.reshape(-1), lengths=torch.full((len(ids),), ids.shape[1]))
-        return self.out(self.dropout(self.bags(batch)["t"])).squeeze(1)
+        return self.out(self.dropout(self.bags(self.jagged(ids))["t"])).squeeze(1)
 
 
 class ToyTask:
@@ -37,9 +43,16 @@ class ToyTask:
         self.counters = {}
         self.values = values  # scripted results of evaluations
         self.evaluations = 0
+        self.parts = {}
 
     def split(self, batch, parts):
-        return list(zip(*(t.tensor_split(parts) for t in batch), strict=True))
+        key = id(batch)
+        if key not in self.parts:  # the batch is kept, so that its id stays its own
+            self.parts[key] = batch, list(zip(*(t.tensor_split(parts) for t in batch), strict=True))
+        return self.parts[key][1]
+
+    def jagged(self, batch):
+        return [self.model.jagged(batch[0])]
 
     def count(self, batch):
         return len(batch[1])
@@ -104,22 +117,39 @@ class Recorder:
 
 
 def trainer(
-    folder=None, *, data=None, valid=None, values=None, dropout=0.0, init=None, opt=None, observers=(), **settings
+    folder=None,
+    *,
+    data=None,
+    valid=None,
+    values=None,
+    dropout=0.0,
+    init=None,
+    opt=None,
+    observers=(),
+    storage=None,
+    rows=50,
+    **settings,
 ):
+    """With a ``storage`` the rows live in its tiers, and on disk in ``folder``."""
     seed_all(settings.get("seed", 0))
     opt = opt or OptimizerConfig(lr=0.05)
-    model = Toy(sparse_rule(opt), dropout=dropout, init=init)
-    task = ToyTask(model, values)
+    storage = storage or StorageConfig()
+    model = Toy(sparse_rule(opt), rows=rows, dropout=dropout, init=init, tiers=storage.chain(folder))
+    task, store = ToyTask(model, values), model.bags.store
     config = TrainConfig(**{"epochs": 3, "log_every": 4, **settings})
     sparse = ec.optim.SparseOptimizer(model, on_nonfinite=config.on_nonfinite)
+    if store.durable is not None:
+        saved = store.checkpoints
+    else:
+        saved = None if folder is None else Checkpoints(folder, keep=config.keep)
     return Trainer(
         task,
         [dense_optimizer(model.parameters(), opt), sparse],
-        data or ToyData(),
+        storage.staged(data or ToyData(), store, task, config.micro_batches),
         valid,
         config,
         opt,
-        None if folder is None else Checkpoints(folder, keep=config.keep),
+        saved,
         observers,
     )
 
@@ -128,5 +158,14 @@ def bits(t):
     """Everything that must be equal after an exact resume; times and curves are not part of it."""
     state = t._state()
     progress = {k: v for k, v in state.pop("progress").items() if k not in ("seconds", "stages", "window")}
-    everything = {**state, "progress": progress, "stores": [s.state_dict() for s in t.stores]}
+    everything = {**state, "progress": progress, "stores": [all_rows(s) for s in t.stores]}
     return unpack(*pack(everything))  # a copy
+
+
+def all_rows(store):
+    """Every row of a store's tables, and their steps, wherever they live."""
+    blocks = {name: list(zip(*store.scan(name), strict=True)) for name in store.names}
+    return {
+        name: {"weight": torch.cat(weights).clone(), "state": torch.cat(state).clone(), "steps": steps}
+        for (name, (_, weights, state)), steps in zip(blocks.items(), store.steps, strict=True)
+    }
