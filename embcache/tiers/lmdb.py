@@ -35,6 +35,7 @@ from .basefile import FORKED, BaseFile, Snapshot
 from .changes import Changes
 from .counters import Counters
 from .description import described, parsed, trimmed
+from .fold import Folds
 from .merge import Merger
 from .merge_rows import distinct
 from .overlay import Overlay
@@ -317,11 +318,15 @@ class Lmdb:
             sync_folder(self._segments)
             sync_folder(self.folder)
 
-    def sealed(self, number: int, horizon: int) -> None:
-        """The manifest names ``number``, and nothing before ``horizon`` will be asked for: a merge may begin."""
+    def sealed(self, number: int, horizon: int, kept: Sequence[int] = ()) -> None:
+        """The manifest names ``number``, and nothing before ``horizon`` will be asked for: a merge may begin.
+
+        ``kept``: all numbers that may be asked for. Where an old one among them holds merges back, versions of rows
+        that none of them needs are dropped; without it, the disk fills with every version since.
+        """
         merger = self._check(writing=True)
         with merger.state:
-            merger.horizon = min(horizon, number)
+            merger.horizon, merger.kept = min(horizon, number), tuple(kept)
             gone = [path for last, path in self._abandoned if last < merger.horizon]
             self._abandoned = [(last, path) for last, path in self._abandoned if last >= merger.horizon]
         for path in gone:
@@ -332,8 +337,9 @@ class Lmdb:
             merger.start(wait=False)
 
     def trimmed(self, description: dict[str, Any]) -> dict[str, Any]:
-        """A description without the segments that are merged; both give the same rows."""
-        return trimmed(description, self._check().merged)
+        """A description of the segments that hold the same rows now, after merges."""
+        short = trimmed(description, self._check().merged)
+        return {**short, "segments": Folds(self._segments).resolve(short["segments"])}
 
     def restore(self, description: dict[str, Any] | None, keep: Sequence[dict[str, Any]] = ()) -> None:
         """The rows are exactly those of a description (None: there were never any).
@@ -358,7 +364,7 @@ class Lmdb:
             for overlay, chain in zip(self._overlays, chains, strict=True):
                 overlay.replace(chain)
             self._generation = told["generation"]
-            merger.horizon, merger.merged, merger.base_used = 0, merged, seal > 0
+            merger.horizon, merger.kept, merger.merged, merger.base_used = 0, (), merged, seal > 0
             self._lineage = list(told["lineage"])
             held, self._held = self._held, snapshot if self.readonly else None
         if held is not None:
@@ -386,9 +392,8 @@ class Lmdb:
         """The segments of each table that the base does not hold yet, oldest first."""
         there = {s.path.name: s for o in self._overlays for s in o.segments if s.generation}
         chains: list[list[Segment]] = [[] for _ in self._row_bytes]
-        for one in told["segments"]:
-            if int(one["generation"]) <= merged:
-                continue
+        later = [s for s in told["segments"] if int(s["generation"]) > merged]
+        for one in Folds(self._segments).resolve(later):
             name, t = str(one["file"]), int(one["table"])
             known = there.get(name)
             if known is not None and known.describe() == one:
@@ -416,10 +421,13 @@ class Lmdb:
                     self._abandoned.append((self._generation, segment.path))
 
     def _sweep(self, told: Sequence[dict[str, Any]], merged: int) -> None:
-        named = {str(s["file"]) for one in told for s in one["segments"] if int(s["generation"]) > merged}
+        folds = Folds(self._segments)
+        later = [[s for s in one["segments"] if int(s["generation"]) > merged] for one in told]
+        named = {str(s["file"]) for chain in later for s in folds.resolve(chain)}
         for path in self._segments.iterdir():
             if path.name not in named and path.suffix == ".rows":
                 path.unlink(missing_ok=True)
+        folds.sweep(named)
         self._changes.sweep(merged)
 
     # -- merging
@@ -501,6 +509,7 @@ _COUNTERS = (
     "seconds_write",
     "merges",
     "merges_failed",
+    "folds",
     "rows_merged",
     "bytes_merged",
     "bytes_written_base",

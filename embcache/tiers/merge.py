@@ -19,7 +19,9 @@ from typing import Any
 from . import merge_rows
 from .basefile import READERS, BaseFile, full
 from .changes import Changes
+from .fold import SUFFIX, fold, runs
 from .overlay import Overlay
+from .segment import Segment
 
 __all__ = ["MergeFailed", "Merger", "run_merge"]
 
@@ -86,6 +88,7 @@ class Merger:
     count: Callable[..., None]
     state: threading.RLock = field(default_factory=threading.RLock)
     horizon: int = 0
+    kept: tuple[int, ...] = ()  # every generation that may be asked for, where that is known
     merged: int = 0
     base_used: bool = False
     failure: Exception | None = None
@@ -98,16 +101,25 @@ class Merger:
 
     def due(self) -> bool:
         """Whether the overlays have grown so much that a merge should begin."""
-        if self._running is not None or self.target() <= self.merged:
+        if self._running is not None:
             return False
         index = sum(o.index_bytes for o in self.overlays if o.segments)
         data = sum(o.bytes for o in self.overlays)
-        return index > self.limit or data > 32 * self.limit or sum(len(o.segments) for o in self.overlays) > _MANY_FILES
+        large = data > 32 * self.limit or sum(len(o.segments) for o in self.overlays) > _MANY_FILES
+        if self.target() > self.merged:
+            return large or index > self.limit
+        return large and any(self._runs())
+
+    def _runs(self) -> list[tuple[Overlay, list[Segment]]]:
+        """Runs of segments that are worth folding."""
+        if not self.kept:
+            return []
+        return [(o, run) for o in self.overlays for run in runs(list(o.segments), self.kept)]
 
     def start(self, wait: bool) -> None:
         """Merge what may be merged; with ``wait`` a failure is raised."""
         with self.state:
-            if self._running is None and self.target() > self.merged:
+            if self._running is None and (self.target() > self.merged or any(self._runs())):
                 self.failure, self.base_used = None, True
                 self._running = threading.Thread(target=self._run, name="embcache-merge", daemon=True)
                 self._running.start()
@@ -135,6 +147,9 @@ class Merger:
         began = time.perf_counter()
         with self.state:
             target = self.target()
+            if target <= self.merged:
+                self._fold()
+                return
             chain = [s for o in self.overlays for s in o.segments if 0 < s.generation <= target]
             job = {
                 "folder": str(self.folder.resolve()),
@@ -160,4 +175,13 @@ class Merger:
         finally:
             for segment in gone:
                 segment.path.unlink(missing_ok=True)
+                segment.path.with_suffix(SUFFIX).unlink(missing_ok=True)
             self.changes.trim()
+
+    def _fold(self) -> None:
+        """An old generation keeps rows from being merged: versions that no kept generation needs go."""
+        for overlay, run in self._runs():
+            for path in fold(overlay, run):
+                path.unlink(missing_ok=True)
+            self.count(folds=1)
+        self.on_merged()

@@ -47,7 +47,7 @@ class Overlay:
 
     def __init__(self, table: int, row_bytes: int, new_path: Callable[[], Path]) -> None:
         self.table, self.row_bytes = table, row_bytes
-        self._new_path = new_path
+        self.new_path = new_path
         self.writing = threading.RLock()  # held while records are appended and while segments change
         self._reading = threading.Lock()  # held while the index is looked at or replaced
         self.segments: list[Segment] = []  # oldest first; those with generation 0 are open
@@ -134,7 +134,7 @@ class Overlay:
             start -= self._renumber()
             if start + records > _MOST - (1 << 26):
                 raise StorageFull(None, 0, f"table {self.table}: 2^31 rows wait to be committed and merged")
-        segment = Segment.create(self._new_path(), self.table, self.row_bytes, start, records)
+        segment = Segment.create(self.new_path(), self.table, self.row_bytes, start, records)
         self.segments.append(segment)
         return segment
 
@@ -190,6 +190,18 @@ class Overlay:
                 self.segments = self.segments[len(gone) :]
                 self._index, self._view = index, self._make_view()
             return gone
+
+    def exchange(self, run: list[Segment], new: Segment) -> None:
+        """``new``, numbered like the run's first, holds the newest of its records: it takes the run's place."""
+        keys, _ = new.keys()
+        low, high = run[0].start, run[-1].start + run[-1].records
+        with self.writing, self._reading:
+            at = self.segments.index(run[0])
+            self.segments = [*self.segments[:at], new, *self.segments[at + len(run) :]]
+            ordinals = self._index.get(keys)
+            mine = (ordinals >= low) & (ordinals < high)
+            self._index.put(keys[mine], (np.flatnonzero(mine) + low).astype(np.int32))
+            self._view = self._make_view()
 
     def _make_view(self) -> View:
         return View(

@@ -18,20 +18,24 @@ from embcache.statefile import replace_json
 from embcache.tiers import merge
 from embcache.tiers.lmdb import Lmdb
 
-TRIALS = int(os.environ.get("EMBCACHE_CRASH_TRIALS", "16"))
+TRIALS = int(os.environ.get("EMBCACHE_CRASH_TRIALS", "18"))
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """{"latest": description, "before": description} as last committed."""
+    """Descriptions as last committed: "latest", "before" it, and perhaps "best"."""
     path = folder / "manifest.json"
     return dict(json.loads(path.read_text())) if path.exists() else {"latest": None, "before": None}
+
+
+def _numbers(told: dict[str, Any]) -> list[int]:
+    return [d["generation"] for d in told.values() if d]
 
 
 def _open(folder: Path) -> tuple[Lmdb, dict[str, Any]]:
     told = _manifest(folder)
     tier = Lmdb(folder, overlay_bytes=1)
     tier.open(TABLES)
-    tier.restore(told["latest"], keep=[d for d in (told["before"],) if d])
+    tier.restore(told["latest"], keep=[d for d in told.values() if d])
     return tier, told
 
 
@@ -49,31 +53,34 @@ def _generation(tier: Any, model: Model, number: int) -> None:
     play(tier, model, np.random.default_rng(number), size=120)
 
 
-def _train(folder: Path, ready: int) -> None:
+def _train(folder: Path, ready: int, best: int) -> None:
     """Commit generation after generation, merging all the time, until killed."""
     tier, told = _open(folder)
     number = told["latest"]["generation"] if told["latest"] else 0
-    tier.sealed(number, told["before"]["generation"] if told["before"] else 0)
+    kept = _numbers(told)
+    tier.sealed(number, min(kept, default=0), kept)
     os.write(ready, b"x")
     while True:
         number += 1
         _generation(tier, Model(), number)
-        told = {"latest": tier.freeze(number), "before": told["latest"]}
+        told = {**told, "latest": tier.freeze(number), "before": told["latest"]}
+        if number == best:
+            told["best"] = told["latest"]
         tier.sync()
         replace_json(folder, "manifest.json", told)
-        tier.sealed(number, max(1, number - 1))
+        tier.sealed(number, min(_numbers(told)), _numbers(told))
         if number % 7 == 0:
             tier.compact()
 
 
-def _killed_run(folder: Path, delay: float) -> None:
+def _killed_run(folder: Path, delay: float, best: int) -> None:
     """A child that trains, killed ``delay`` seconds after it has opened the store."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(readable)
-            _train(folder, writable)
+            _train(folder, writable, best)
         finally:
             os._exit(1)
     os.close(writable)
@@ -86,25 +93,25 @@ def _killed_run(folder: Path, delay: float) -> None:
     assert os.WIFSIGNALED(status), "the child ended by itself"
 
 
-@pytest.mark.parametrize("child", [False, True])
-def test_killed_at_random_instants(tmp_path: Path, child: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("child", "best"), [(False, 0), (True, 0), (False, 3)])
+def test_killed_at_random_instants(tmp_path: Path, child: bool, best: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``child``: merges in a process of their own; ``best``: this generation is kept, so that segments are folded."""
     monkeypatch.setattr(merge, "SMALL", 0 if child else 10**9)
-    chance = random.Random(int(child))
+    chance = random.Random(2 * child + best)
     models = {0: Model()}
     reached = 0
-    for _ in range(TRIALS // 2):
-        _killed_run(tmp_path, chance.uniform(0, 0.5))
+    for _ in range(TRIALS // 3):
+        _killed_run(tmp_path, chance.uniform(0, 0.5), best)
         tier, told = _open(tmp_path)
         number = told["latest"]["generation"] if told["latest"] else 0
         for g in range(reached + 1, number + 1):
             models[g] = models[g - 1].copy()
             _generation(_Nothing(), models[g], g)
         models[number].check(tier, block=1000)
-        if told["before"]:
-            tier.restore(told["before"])
-            models[told["before"]["generation"]].check(tier, block=1000)
-            tier.restore(told["latest"])
-            models[number].check(tier, block=1000)
+        for name in ("before", "best", "latest"):
+            if told.get(name):
+                tier.restore(told[name])
+                models[told[name]["generation"]].check(tier, block=1000)
         assert list(tier.verify()) == []
         tier.close()
         assert number >= reached

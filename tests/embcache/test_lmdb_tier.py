@@ -133,6 +133,50 @@ def test_a_generation_that_was_left_stays_until_nothing_names_it(tmp_path: Path)
     tier.close()
 
 
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_best_generation_kept_for_long_does_not_fill_the_disk(tmp_path: Path, reopened: bool) -> None:
+    rng, model = np.random.default_rng(20), Model()
+    tier = _open(tmp_path, overlay_bytes=1)
+    saved: dict[int, tuple[dict[str, Any], Model]] = {}
+    for g in range(1, 36):
+        play(tier, model, rng)
+        saved[g] = json.loads(json.dumps(tier.freeze(g))), model.copy()
+        tier.sync()
+        kept = [2, g - 1, g] if g > 3 else list(range(1, g + 1))
+        tier.sealed(g, kept[0], kept)
+        if g % 2:
+            tier.wait()
+        if g % 7 == 0:
+            if reopened:
+                tier.close()
+                tier = Lmdb(tmp_path, overlay_bytes=1)
+                tier.open(TABLES)
+                tier.restore(saved[g][0], keep=[saved[k][0] for k in kept[:-1]])
+            model.check(tier)
+            for k in kept:  # the descriptions are those of then, not rewritten after the folds
+                tier.restore(saved[k][0] if g % 3 else tier.trimmed(saved[k][0]))
+                saved[k][1].check(tier)
+            changed = tier.changed_since(0, kept[1])
+            assert changed is not None
+            assert len(changed) > 100
+            tier.sealed(g, kept[0], kept)
+    tier.wait()
+    assert reopened or tier.stats()["folds"] >= 4
+    assert tier.info()["merged"] == 2
+    live = sum(len(rows) * (16 + t.row_bytes) for rows, t in zip(model.rows, TABLES, strict=True))
+    assert tier.stats()["overlay_bytes"] < 8 * live
+    assert len(list((tmp_path / "segments").glob("*.rows"))) < 40
+    tier.sealed(35, 35, [35])
+    tier.merge()
+    model.check(tier)
+    assert not list((tmp_path / "segments").glob("*.rows"))
+    tier.close()
+    tier = _open(tmp_path, saved[35][0])
+    model.check(tier)
+    assert not list((tmp_path / "segments").iterdir())
+    tier.close()
+
+
 def test_freezing_again_after_a_commit_that_failed(tmp_path: Path) -> None:
     rng, model = np.random.default_rng(3), Model()
     tier = _open(tmp_path)
