@@ -74,7 +74,7 @@ class Model:
                 ids = self.torch.arange(first, min(self.work["rows"], first + block))
                 self.store.load_rows(name, ids, *self.store.read_rows(name, ids))
         self.store.commit()
-        self.store.compact()
+        self.store.durable.compact()
         return time.perf_counter() - start
 
     def draw(self, first: int, steps: int) -> None:
@@ -143,7 +143,7 @@ def run(first: int, steps: int) -> list[float]:
 def finish() -> dict[str, Any]:
     """Losses; and of the cached one: split, commit, reopening, sizes."""
     model: Model = _state["model"]
-    result: dict[str, Any] = {"losses": model.losses, "anonymous_mb": anonymous_bytes() / 1e6}
+    result: dict[str, Any] = {"losses": list(model.losses), "anonymous_mb": anonymous_bytes() / 1e6}
     if model.path is None:
         return result
     steps = len(model.losses)

@@ -15,7 +15,7 @@ from _cache_work import PowerLaw, disk_bytes, drop_pages, folder, timed, written
 
 def index(work: dict[str, Any]) -> dict[str, Any]:
     """Probes of the index by one thread, power law ids, in blocks; beside a dict and a sorted array."""
-    from embcache.cache.index import RowIndex
+    from embcache.kernels.index import RowIndex
 
     records = []
     for rows in work["index_rows"]:
@@ -110,7 +110,7 @@ class Ours(Storage):
     def merge(self) -> None:
         self.tier.sealed(self.number, self.number)
         self.tier.compact()
-        self.described = self.tier.describe()
+        self.described = self.tier.trimmed(self.described)
 
     def reopen(self, cold: bool) -> None:
         self.close()

@@ -45,7 +45,8 @@ class Training:
         batch = next(self.batches)
         out = self.model(batch).values()
         if not self.grads:
-            self.grads = [self.torch.randn(out.shape) * 0.01 for _ in range(2)]
+            seeds = [self.torch.Generator().manual_seed(k) for k in range(2)]
+            self.grads = [self.torch.randn(out.shape, generator=seed) * 0.01 for seed in seeds]
         self.checks.append(float(out.detach()[::97].sum()))
         out.backward(self.grads[i % 2])
         self.optimizer.step()
@@ -324,7 +325,7 @@ def _populate(ec: Any, described: list[Any], path: Path, rows: int, block: int =
             weights = torch.rand(len(ids), described[0].embedding_dim)
             store.load_rows(name, ids, weights)
     store.commit()
-    store.compact()
+    store.durable.compact()
     store.close()
 
 
