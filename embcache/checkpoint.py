@@ -240,6 +240,7 @@ class Checkpoints:
             for store, extra in zip(stores, extras, strict=True)
         ]
         content = {"format": FORMAT, "version": VERSION, "state": plain, "stores": saved}
+        content["unique"] = secrets.token_hex(8)  # so that no other generation has this one's checksum
 
         def write() -> int:
             content["rows"] = [

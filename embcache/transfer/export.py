@@ -106,6 +106,7 @@ def _state_of(store: EmbeddingStore) -> State:
         raise BadConfig("gradients are waiting for step(): export after it")
     if store.durable is None:
         return State(store.lineage, 0, 0)
+    store.checkpoints.wait()
     if store.unsaved or not store.generation:
         raise BadConfig("an export holds what is committed: call commit() first")
     return State(store.lineage, store.generation, store.checkpoints.find(store.generation).check)

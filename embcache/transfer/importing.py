@@ -41,6 +41,10 @@ def import_exports(store: EmbeddingStore, *folders: str | Path) -> State:
         raise NotSupported("import into a store that was opened read-only")
     if store.pending_tables():
         raise BadConfig("gradients are waiting for step(): an import now would mix two states")
+    if store.durable is not None:
+        store.checkpoints.wait()
+        if store.front.pins():
+            raise BadConfig(f"{store.front.pins()} rows are pinned: release every handle before an import")
     paths = [Path(folder) for folder in folders]
     manifests = [Manifest.read(path) for path in paths]
     check_chain(paths, manifests, held_by(store, manifests[0].parent))

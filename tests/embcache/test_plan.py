@@ -76,6 +76,18 @@ def test_a_full_cache(policy):
     assert planned.bytes(table="b", structure="rows") == 5000 * tables[1].row_bytes
 
 
+def test_a_cache_between_two_others():
+    tables, tiers = [table()], [Ram(rows=100), Ram(rows=3000, policy="lru"), Ram()]
+    front = opened(tables, tiers)
+    for start in range(0, 20_000, 500):
+        lease = staged(front, 0, np.arange(start, start + 500))
+        front.slots(lease)
+        front.stepped([lease], frozenset(), [1])
+        front.release(lease)
+    middle = front.below[0]._tables[0]
+    assert plan(tables, tiers, expected=0).bytes(tier=1) == pytest.approx(middle.nbytes, rel=0.02)
+
+
 def test_a_cache_of_so_many_bytes_takes_about_as_many():
     tables = [table("a"), table("b", 100, dim=4), table("c", dim=64)]
     planned = plan(tables, [Ram(bytes=64 << 20), Ram()], expected=0)

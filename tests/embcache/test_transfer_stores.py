@@ -1,8 +1,14 @@
 """Exports of real stores: full ones, chains of deltas, and what must not be mixed."""
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import embcache as ec
 from embcache.errors import (
@@ -135,6 +141,39 @@ def test_gradients_that_wait_are_refused(tmp_path):
         export_store(store, tmp_path / "y")
     with pytest.raises(BadConfig, match="waiting for step"):
         import_exports(store, tmp_path / "x")
+    disk = on_disk(tmp_path / "a")
+    with disk.stage(batch), pytest.raises(BadConfig, match="1 rows are pinned"):
+        import_exports(disk, tmp_path / "x")
+    import_exports(disk, tmp_path / "x")
+
+
+def test_an_export_waits_for_a_commit_in_the_background(tmp_path):
+    store = on_disk(tmp_path / "a")
+    train(store, 3)
+    store.commit(wait=False)
+    assert export_store(store, tmp_path / "x").state.generation == 1
+
+
+def test_a_copy_that_was_trained_differently_is_no_parent(tmp_path):
+    store = on_disk(tmp_path / "a")
+    train(store, 2)
+    store.commit()
+    store.close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    stores = [on_disk(tmp_path / name) for name in ("a", "b")]
+    for k, each in enumerate(stores):  # as many steps from the same state: only the data differ
+        train(each, 1, seed=k)
+        each.commit()
+        export_store(each, tmp_path / f"x{k}")
+    with pytest.raises(BadConfig, match="does not continue"):
+        export_store(stores[1], tmp_path / "y", since=tmp_path / "x0")
+    train(stores[1], 1)
+    stores[1].commit()
+    export_store(stores[1], tmp_path / "y", since=tmp_path / "x1")
+    replica = in_memory()
+    import_exports(replica, tmp_path / "x0")
+    with pytest.raises(WrongParent):
+        import_exports(replica, tmp_path / "y")
 
 
 # chains ----------------------------------------------------------------------------------------------------------
@@ -176,6 +215,45 @@ def test_a_chain_of_deltas_replays_to_the_full_export(tmp_path):
     copy = export_store(replica, tmp_path / "copy")
     assert [t.files for t in copy.tables] == [t.files for t in whole.tables]  # checksums too
     assert sum(t.deleted for k in links for t in Manifest.read(tmp_path / k).tables) > 0
+
+
+OPS = st.lists(
+    st.tuples(st.sampled_from(["train", "load", "delete", "commit", "export", "merge", "reopen"]), st.integers(0, 9)),
+    min_size=5,
+    max_size=25,
+)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(OPS)
+def test_any_history_replays(ops):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        store, replica, links = on_disk(folder / "a", rows=4), in_memory(), []
+        for op, k in [*ops, ("export", 0)]:
+            ids = torch.tensor([k * 2**58, -k, k])
+            if op == "train":
+                train(store, 1, seed=k)
+            elif op == "load":
+                store.load_rows("wide", ids.unique(), torch.full((len(ids.unique()), 3), float(k)))
+            elif op == "delete":
+                store.delete("wide", ids)
+                store.delete("half", torch.tensor([k]))
+            elif op == "reopen":
+                store.commit()
+                store.close()
+                store = on_disk(folder / "a", rows=4)
+            elif op == "merge":
+                store.commit()
+                store.durable.merge()
+            elif op == "commit" or op == "export":
+                store.commit()
+            if op == "export":
+                links.append(folder / f"x{len(links)}")
+                export_store(store, links[-1], since=links[-2] if len(links) > 1 else None, buckets=2)
+        import_exports(replica, *links)
+        assert contents(replica) == contents(store)
+        store.close()
 
 
 def test_a_delta_holds_what_changed_and_no_more(tmp_path):
