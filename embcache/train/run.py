@@ -55,6 +55,7 @@ def open_run(train: TrainConfig, config: Any, storage: StorageConfig | None = No
     Raises FileExistsError when the folder holds a run and ``--resume`` was not given, StoreLocked when another process
     trains there, and SchemaMismatch when a resumed run changes a setting that its past depends on.
     """
+    train.out.mkdir(parents=True, exist_ok=True)
     folder = (storage or StorageConfig()).folder(train.out)
     checkpoints = Checkpoints(folder, keep=train.keep)
     checkpoints.claim()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import time
 import numpy as np
 import pytest
 import scripting
+import torch
 import yaml
 from scripting import SCRIPTS, SMALL, load
 
+import embcache as ec
 from embcache.errors import BadConfig, CorruptStore, SchemaMismatch
 from embcache.train.flags import parse, run
 
@@ -148,6 +151,52 @@ def test_own_table_end_to_end(script, tmp_path):
     assert last["auc"] > 0.65
 
 
+CACHED = ["--tiers", "ram,lmdb", "--cache-rows", "60"]
+
+
+def test_rows_on_disk_train_to_the_same_bits(script, criteo_log, tmp_path):
+    flags = ["--data", criteo_log, "--columns", tmp_path / "columns", "--ids", "hash:500", "--split", "last:0.1,0.2"]
+    flags += [*SMALL, "--model", "deepfm", "--deep-mlp", "16", "--lr", 0.05, "--eval-every", 10]
+    _, plain = script("train_criteo", *flags, "--out", tmp_path / "plain")
+    lines, cached = script("train_criteo", *flags, *CACHED, "--out", tmp_path / "run", "--store", tmp_path / "rows")
+    assert cached == plain
+    check_run(tmp_path / "run", cached)
+    assert any(re.match(r"store [\d,]+ rows touched, [\d,]+ bytes on disk, [\d,]+ samples/s$", line) for line in lines)
+    assert (tmp_path / "rows" / "manifest.json").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    text = (tmp_path / "run" / "report.html").read_text()
+    for words in ("Cache and disk", "Hit rate", "Megabytes a step below the cache", "miss read"):
+        assert words in text
+    assert "Cache and disk" not in (tmp_path / "plain" / "report.html").read_text()
+    with pytest.raises(FileExistsError, match="give another --store"):
+        script("train_criteo", *flags, *CACHED, "--out", tmp_path / "run", "--store", tmp_path / "rows")
+
+
+def test_raw_ids_in_unbounded_tables(script, criteo_log, tmp_path):
+    """No vocabulary pass, any int64 is an id: in memory, over a cache, resumed under another: the same bits."""
+    flags = ["--data", criteo_log, "--columns", tmp_path / "columns", "--ids", "raw", "--split", "last:0.1,0.2"]
+    flags += [*SMALL, *DLRM, "--lr", 0.05]
+    _, plain = script("train_criteo", *flags, "--out", tmp_path / "plain")
+    assert plain["auc"] > 0.65
+    part = tmp_path / "part"
+    script("train_criteo", *flags, *CACHED, "--out", part, "--steps", 9, "--test-weights", "last")
+    other = ["--tiers", "ram,lmdb", "--cache-bytes", "300KiB", "--policy", "lru", "--depth", "0", "--resume"]
+    _, resumed = script("train_criteo", *flags, *other, "--out", part)
+    assert resumed == plain
+    assert "unbounded" in (part / "report.html").read_text()
+
+
+def test_a_trillion_parameters(script, tmp_path):
+    flags = ["--rows", "8_000_000_000", "--dim", "128", "--samples", 20_000, "--steps", 4, "--lr", 0.05]
+    small = [f for f in SMALL if f not in ("--dim", "8")]
+    flags += [*small, "--bottom-mlp", "16,128", "--top-mlp", "32", "--tiers", "ram,lmdb", "--cache-bytes", "16MiB"]
+    lines, last = script("train_synthetic", *flags, "--out", tmp_path)
+    check_run(tmp_path, last)
+    touched = int(next(line for line in lines if line.startswith("store ")).split()[1].replace(",", ""))
+    assert 4 * 512 < touched < 4 * 512 * 26
+    assert "1.02 T" in (tmp_path / "report.html").read_text()
+
+
 def test_synthetic_end_to_end(script, tmp_path):
     flags = ["--samples", 30_000, "--rows", 1300, "--n-dense", 4, "--alpha", 1.2, "--lr", 0.05]
     lines, last = script("train_synthetic", *flags, *SMALL, *DLRM, "--out", tmp_path / "run")
@@ -170,9 +219,11 @@ def test_demo_end_to_end(script, tmp_path):
 # resume ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_run_resumes_to_the_same_end(script, criteo_log, tmp_path):
+@pytest.mark.parametrize("tiers", [[], CACHED], ids=["in memory", "on disk"])
+def test_a_killed_run_resumes_to_the_same_end(script, criteo_log, tmp_path, tiers):
     flags = ["--data", criteo_log, "--columns", tmp_path / "columns", "--split", "last:0.1,0.2", "--lr", 0.05]
     flags += [*SMALL, *DLRM, "--epochs", 2, "--checkpoint-every", 9, "--eval-every", 20, "--dropout", 0.1]
+    flags += tiers
     _, whole = script("train_criteo", *flags, "--out", tmp_path / "whole")
 
     out = tmp_path / "killed"
@@ -180,20 +231,30 @@ def test_a_killed_run_resumes_to_the_same_end(script, criteo_log, tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen([str(c) for c in command], env=env, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 400  # a first use may compile kernels
-    while not (out / "checkpoints" / "manifest.json").exists() and time.monotonic() < deadline:
+    saved = "store" if tiers else "checkpoints"
+    while not (out / saved / "manifest.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.kill()
     assert process.wait(timeout=30) in (-signal.SIGKILL, 0)
-    assert (out / "checkpoints" / "manifest.json").exists()
+    assert (out / saved / "manifest.json").exists()
 
     _, resumed = script("train_criteo", *flags, "--out", out, "--resume")
     assert resumed == whole
     a, b = ((tmp_path / name / "result.json").read_text() for name in ("whole", "killed"))
     assert a == b
-    states = [sorted((tmp_path / n / "checkpoints").glob("generation-*"))[-1] for n in ("whole", "killed")]
+    if tiers:
+        rows = [blocks_of(tmp_path / name / saved) for name in ("whole", "killed")]
+        assert all(torch.equal(x, y) for x, y in zip(*rows, strict=True))
+    states = [sorted((tmp_path / n / saved).glob("generation-*"))[-1] for n in ("whole", "killed")]
     files = sorted(p.name for p in states[0].glob("*.safetensors"))
     assert files == sorted(p.name for p in states[1].glob("*.safetensors"))
     assert all((states[0] / f).read_bytes() == (states[1] / f).read_bytes() for f in files)
+
+
+def blocks_of(folder):
+    """Ids, weights and state of everything in a store on disk."""
+    with ec.EmbeddingStore.open(folder, readonly=True) as store:
+        return [tensor for name in store.names for block in store.written_rows(name, 1 << 20) for tensor in block]
 
 
 def test_an_existing_run_is_not_overwritten(script, criteo_log, tmp_path):
@@ -234,7 +295,8 @@ def test_an_existing_run_is_not_overwritten(script, criteo_log, tmp_path):
         ("train_synthetic", "--eval-batch-size 0", "--eval-batch-size must be at least 1, got 0"),
         ("train_criteo", "--data x --max-bad-rows -1", "--max-bad-rows must not be negative, got -1"),
         ("train_criteo", "--data x --schedule sync", "unrecognized arguments: --schedule sync"),
-        ("train_criteo", "--data x --tiers lmdb", "invalid choice: 'lmdb'"),
+        ("train_criteo", "--data x --tiers lmdb", "--tiers lmdb: rows train in memory, so a cache stands over lmdb"),
+        ("train_avazu", "--data x --tiers ram,lmdb", "--tiers ram,lmdb needs --cache-rows or --cache-bytes"),
         ("train_table", "--data x", "the following arguments are required: --schema"),
         ("train_synthetic", "--rows 3", "--rows 3: at least 3 for each of the 26 tables"),
     ],
@@ -281,5 +343,5 @@ def test_help_explains_and_promises_nothing_that_is_not_there(name, capsys):
     text = capsys.readouterr().out
     assert "--out" in text
     assert "--seed" in text
-    for later in ("--schedule", "--plan", "--wire", "--balance", "--depth", "lmdb", "--cache-rows"):
+    for later in ("--schedule", "--plan", "--wire", "--balance"):
         assert later not in text
