@@ -15,6 +15,8 @@ import torch
 
 import embcache as ec
 
+pytestmark = pytest.mark.filterwarnings("ignore:table .* staged batches need")  # small caches are the point
+
 BATCHES = 50
 
 

@@ -17,6 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import embcache as ec
 
+pytestmark = pytest.mark.filterwarnings("ignore:table .* staged batches need")  # small caches are the point
+
 LR, EPS, BEGIN = np.float32(0.5), np.float32(1e-8), np.float32(0.25)
 TABLES = [
     ec.TableConfig(

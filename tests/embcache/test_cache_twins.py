@@ -33,6 +33,8 @@ from cache_twins import (
 
 import embcache as ec
 
+pytestmark = pytest.mark.filterwarnings("ignore:table .* staged batches need")  # small caches are the point
+
 POLICIES: list[Any] = ["lru", "lfu", "lfu_decay", "lookahead", lambda ids, counts, last: (ids * 31) % 17 - counts]
 CHAINS = ["ram", "lmdb", "ram,ram", "ram,lmdb"]  # what is below the cache
 
@@ -114,6 +116,48 @@ def test_unbounded_tables_take_every_int64(tmp_path: Path, below: str) -> None:
 
 def test_the_plain_torch_kernels_serve_a_cache_too(tmp_path: Path, backend: str) -> None:
     twins(tmp_path, "drift", 10, 5, 1, backend=backend, rule=ec.optim.Adam(lr=0.1))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "admission": {"admission": ec.Admission(min_count=3)},
+    "idle": {"expiry": ec.Expiry(idle=4, every=3)},
+    "rare": {"expiry": ec.Expiry(below=2, every=5)},
+    "both": {"admission": ec.Admission(min_count=2, cells=64), "expiry": ec.Expiry(idle=2, every=1)},
+    "padding": {"padding_idx": 7},
+    "max_norm": {"max_norm": 0.4, "optimizer": ec.optim.SGD(lr=0.5)},
+    "by frequency": {"scale_grad_by_freq": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("below", ["ram", "ram,lmdb"])
+def test_options_of_tables(tmp_path: Path, options: dict[str, Any], below: str) -> None:
+    rule = options.get("optimizer", ec.optim.Adagrad(lr=0.1))
+    more = {key: value for key, value in options.items() if key != "optimizer"}
+    for cache, ahead, kind in ((1, 0, "zipf"), (25, 1, "drift"), (ROWS, 8, "fresh")):
+        twins(tmp_path / kind, kind, 14, cache, ahead, below=below, rule=rule, **more)
+
+
+@pytest.mark.parametrize("options", ["admission", "both", "padding"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_commits_rewinds_and_reopenings_are_invisible(tmp_path: Path, options: str, wait: bool) -> None:
+    plain, cached = pair(tmp_path, 18, below="ram,lmdb", dtype=torch.bfloat16, **OPTIONS[options])
+    batches = list(stream("drift", 30))
+    for step, batch in enumerate(batches):
+        train(plain, [batch], first=step)
+        train(cached, [batch], first=step)
+        if step % 7 == 3:
+            cached.commit({"step": step}, wait=wait)
+            train(cached, batches[:2])  # what is not to be
+            if step % 2:
+                assert cached.restore() == {"step": step}
+            else:
+                cached.close()
+                _, cached = pair(tmp_path, 31, below="ram,lmdb", dtype=torch.bfloat16, **OPTIONS[options])
+            same_rows(plain, cached)
+    same_rows(plain, cached)
+    settled(cached)
+    cached.close()
 
 
 # order of calls ------------------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ from embcache.errors import (
     StoreLocked,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:table .* staged batches need")  # small caches are the point
+
 MANIFEST = "manifest.json"
 
 
