@@ -30,7 +30,7 @@ Policy = str | Scorer
 HALF_LIVES = {"lfu": 256, "lfu_decay": 32, "lookahead": 256}  # uses per cached row
 REMEMBERED = 2  # absent ids per cached row
 LEAST_SEEN = 1 << 16
-_SPAN = 2**61
+_SPAN = 2**60
 
 
 def check_policy(policy: Policy) -> Policy:
@@ -96,6 +96,8 @@ class ScoreKeeper:
         """int64 [<= n]: distinct resident slots of low score whose ``pins`` (int32 by slot) are 0. Fewer only where no
         more may leave. Nothing changes: ``drop`` what really left. Raises what a callable policy raises."""
         out = np.empty(n, dtype=np.int64)
+        if self.policy == "lookahead":
+            kernels.unqueue(self._state, self._seen)
         self._rule.settle(self._state[kernels.TAIL] - self._state[kernels.HEAD] < n)
         arrays = self._state, self.score, pins, self._queue, self._seen, self._sample, out
         found = kernels.victims(*arrays)

@@ -180,6 +180,13 @@ def announce(
 
 
 @kernel
+def unqueue(state: np.ndarray, seen: np.ndarray) -> None:
+    """Candidates that a batch needs are none any more: others may have come up since."""
+    while state[TAIL] > state[HEAD] and seen[state[TAIL] - 1] >= NEEDED:
+        state[TAIL] -= 1
+
+
+@kernel
 def forgo(state: np.ndarray, score: np.ndarray, frequency: np.ndarray, until: np.ndarray) -> None:
     """Rows announced for a batch that has passed without them are worth their frequency again."""
     for s in range(state[HIGH]):
@@ -258,14 +265,32 @@ def _sweep(
 
 
 @inline
+def _sort_all(state: np.ndarray, score: np.ndarray, pins: np.ndarray, queue: np.ndarray, seen: np.ndarray) -> None:
+    """Exactly the lowest, for caches that a sample would cover."""
+    slots, n = np.empty(state[HIGH], np.int64), 0
+    for s in range(state[HIGH]):
+        if FREE < score[s] < TOUCHED and pins[s] == 0:
+            slots[n] = s
+            n += 1
+    order = np.argsort(score[slots[:n]], kind="mergesort")
+    n = min(n, queue.shape[0])
+    for i in range(n):
+        queue[i], seen[i] = slots[order[i]], score[slots[order[i]]]
+    state[HEAD], state[TAIL] = 0, n
+
+
+@inline
 def _refill(
     state: np.ndarray, score: np.ndarray, pins: np.ndarray, queue: np.ndarray, seen: np.ndarray, sample: np.ndarray
 ) -> bool:
     """Fill the queue; False where no slot may leave."""
+    if state[HIGH] <= sample.shape[0]:
+        _sort_all(state, score, pins, queue, seen)
+        return state[TAIL] > 0
     limit = _threshold(state, score, pins, queue.shape[0], sample)
-    least = _sweep(state, score, pins, queue, seen, limit if limit < TOUCHED else FREE)
-    if state[TAIL] == 0 and least < TOUCHED:  # the sample missed them all
-        _sweep(state, score, pins, queue, seen, least)
+    least = _sweep(state, score, pins, queue, seen, min(limit, NEEDED - 1) if limit < TOUCHED else FREE)
+    if state[TAIL] == 0 and least < TOUCHED:  # the sample missed them all, or all are needed
+        _sweep(state, score, pins, queue, seen, max(limit, least) if limit < TOUCHED else least)
     return state[TAIL] > 0
 
 
