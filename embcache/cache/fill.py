@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
 from ..errors import CacheTooSmall, TableTooLarge
@@ -45,6 +47,13 @@ class Fill:
         extra = table.overflow.take(n)
         self.slots = np.concatenate([self.taken, self.leaving, extra])
         self.taken = np.concatenate([self.taken, extra])
+        if n and self.lease.training and table.keeper is not None and not table.warned:
+            table.warned = True
+            warnings.warn(
+                f"table {table.name!r}: staged batches need {n} rows more than its cache of {table.rows} has room for: "
+                f"they stay beside it ({n * table.row_bytes:,} bytes) until their batches are done",
+                stacklevel=2,
+            )
         if len(extra) < n:
             raise TableTooLarge(n * table.row_bytes, table.overflow.last * table.row_bytes, [table.name])
 

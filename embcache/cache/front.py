@@ -98,6 +98,8 @@ class Front(FrontRows):
         if not self._hot:
             return values
         groups, whole = self._ranges(features, offsets)
+        if not groups:
+            return values
         ids = values.to(torch.int64).contiguous().numpy()
         ranges = np.array([r for found in groups.values() for r in found], dtype=np.int64).reshape(-1, 2)
         lease = Lease(training, len(ids), int((ranges[:, 1] - ranges[:, 0]).sum()), ranges)

@@ -58,6 +58,7 @@ class HotTable:
         self.expiry: ExpiryClock | None = None  # set by who asks what is over
         self.block = max(1, MOVED // self.row_bytes)
         self.tick = 0  # batches staged for training
+        self.warned = False  # that a batch was larger than the cache
         self._promised = 0  # rows for which there was memory when it was looked
         self.evicted = self.written_back = self.overflow_peak = 0
 

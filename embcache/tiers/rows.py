@@ -15,34 +15,37 @@ from ..kernels.index import RowIndex
 from ..kernels.memory import available_bytes, reserve
 from .base import Block
 
+MOST_ROWS = 2**31 - 2  # the index holds a slot + 1 in 31 bits
+LOOKED = 64 << 20  # bytes of rows between two looks at what the system has left
+
 
 class _Table:
-    """Rows of one table in a slab that grows."""
+    """Rows of one table in a slab that is reserved whole and committed where rows come."""
 
     def __init__(self, table: TableConfig) -> None:
         self.name, self.row_bytes = table.name, table.row_bytes
         self.index = RowIndex()
-        self.slab = np.empty(0, dtype=np.uint8)
-        self.room = self.high = 0
+        most = min(MOST_ROWS, table.num_embeddings or MOST_ROWS)
+        free = available_bytes()
+        self.room = most if free is None else max(1, min(most, free // self.row_bytes))
+        self.slab = reserve(self.room * self.row_bytes).numpy()
+        self.high = self._promised = 0
         self.back = np.empty(0, dtype=np.int32)
 
-    def grow(self, n: int) -> None:
-        """Room for ``n`` rows more. TableTooLarge where the system has none."""
-        if self.high + n <= self.room:
+    def require(self, n: int) -> None:
+        """Room for ``n`` rows more; TableTooLarge where the system has none."""
+        if self.high + n <= self._promised:
             return
-        room = max(1024, self.high + n, self.room + self.room // 2)
-        need, free = (room - self.high) * self.row_bytes, available_bytes()
-        if free is not None and n * self.row_bytes > free:
-            raise TableTooLarge(need, free, [self.name])
-        slab = reserve(room * self.row_bytes).numpy()
-        slab[: self.high * self.row_bytes] = self.slab[: self.high * self.row_bytes]
-        self.slab, self.room = slab, room
+        need, free = n * self.row_bytes, available_bytes()
+        if self.high + n > self.room or (free is not None and need > free):
+            raise TableTooLarge(need, free or 0, [self.name])
+        self._promised = self.high + n + LOOKED // self.row_bytes
 
     def write(self, keys: np.ndarray, rows: np.ndarray) -> None:
         slots = self.index.get(keys)
         new = np.flatnonzero(slots < 0)
         again = min(len(new), len(self.back))
-        self.grow(len(new) - again)
+        self.require(len(new) - again)
         self.index.reserve(len(self.index) + len(new))
         fresh = np.arange(self.high, self.high + len(new) - again, dtype=np.int32)
         slots[new] = np.concatenate([self.back[len(self.back) - again :], fresh])

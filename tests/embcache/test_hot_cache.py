@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from collections.abc import Callable
 from queue import Queue
 from typing import Any
@@ -19,6 +20,7 @@ from embcache.config import TableConfig
 from embcache.errors import CacheTooSmall, StaleLookup, StorageFull, TableTooLarge
 from embcache.tiers.ram import Ram
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*staged batches need")
 LOW, HIGH = -(2**63), 2**63 - 1
 CHAINS: dict[str, Callable[[], list[Any]]] = {
     "whole": lambda: [Ram()],
@@ -164,6 +166,18 @@ def test_the_overflow_extent_lasts_as_long_as_its_leases() -> None:
     twin.train([[51]])
     assert table.overflow.used == 0
     twin.check_all()
+
+
+def test_a_batch_larger_than_the_cache_is_said_once() -> None:
+    twin = hot(rows=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twin.evaluate([range(50, 59)])
+    with pytest.warns(UserWarning, match=r"table 't': staged batches need 6 rows more than its cache of 4 has"):
+        twin.train([range(10)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twin.train([range(20)])
 
 
 def test_rows_that_left_are_staged_again() -> None:

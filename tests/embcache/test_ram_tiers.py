@@ -195,7 +195,7 @@ def test_memory_that_is_full_is_said_before_anything_changes(monkeypatch: pytest
     store.write(0, np.arange(5), np.ones((5, width), dtype=np.uint8))
     monkeypatch.setattr("embcache.tiers.rows.available_bytes", lambda: 10)
     with pytest.raises(TableTooLarge, match=r"tables \['a'\] need"):
-        store.write(0, np.arange(5000), np.zeros((5000, width), dtype=np.uint8))
+        store.write(0, np.arange(3_000_000), np.zeros((3_000_000, width), dtype=np.uint8))
     out = np.zeros((6, width), dtype=np.uint8)
     assert store.read(0, np.arange(6), out).tolist() == [True] * 5 + [False]
     assert out[:5].all()
