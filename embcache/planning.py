@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from .cache.chain import ROW_EXTRA
+from .cache.admission import admission_bytes
+from .cache.chain import ROW_EXTRA, direct_tables
 from .cache.policy import ScoreKeeper
 from .cache.slots import SlotArrays
 from .config import TableConfig, check_tables
@@ -135,10 +136,15 @@ def plan(
     tables = check_tables(tables)
     used = _expected(tables, expected)
     staged = _staged(tables, batch_size, depth, ids_per_sample)
-    if len(tiers) == 1 and isinstance(tiers[0], Ram):
-        return _whole(tables, used, staged)
     items: list[PlanItem] = []
     notes: list[str] = []
+    for table in tables:
+        if table.admission is not None:
+            size = admission_bytes(table.admission)
+            items.append(PlanItem(0, "Ram", table.name, "admission counts", size))
+    if len(tiers) == 1 and isinstance(tiers[0], Ram):
+        whole, told = _whole(tables, used, staged)
+        return MemoryPlan((*items, *whole), (*told, *_unbounded_notes(tables, used, tiers[0])))
     for k, tier in enumerate(tiers):
         if isinstance(tier, Ram) and tier.bounded and k < len(tiers) - 1:
             items += _cache(k, tables, tier, staged if k == 0 else None)
@@ -157,10 +163,10 @@ def plan(
 # the first tier --------------------------------------------------------------------------------------------------
 
 
-def _whole(tables: list[TableConfig], used: list[int | None], staged: list[int]) -> MemoryPlan:
+def _whole(tables: list[TableConfig], used: list[int | None], staged: list[int]) -> tuple[list[PlanItem], list[str]]:
     items: list[PlanItem] = []
     notes: list[str] = []
-    direct = _direct(tables)
+    direct = direct_tables(tables, available_bytes())
     for t, table in enumerate(tables):
         if t in direct:
             rows = table.num_embeddings or 0
@@ -169,19 +175,9 @@ def _whole(tables: list[TableConfig], used: list[int | None], staged: list[int])
             continue
         items += _hashed(0, table, used[t], slot_bytes=SlotArrays.BYTES)
         items.append(_overflow(0, table, staged[t]))
-        if table.num_embeddings is not None:
+        if table.num_embeddings is not None and table.admission is None and table.expiry is None:
             notes.append(f"table {table.name!r} does not fit whole: it is hashed, and only rows in use take memory")
-    return MemoryPlan(tuple(items), (*notes, *_unbounded_notes(tables, used, Ram())))
-
-
-def _direct(tables: list[TableConfig]) -> set[int]:
-    """Bounded tables as far as memory goes; the largest give way first, as in ``cache.chain``."""
-    free = available_bytes()
-    sizes = {t: table.num_embeddings * table.row_bytes for t, table in enumerate(tables) if table.num_embeddings}
-    kept = set(sizes)
-    while free is not None and sum(sizes[t] for t in kept) > free:
-        kept.remove(max(kept, key=lambda t: (sizes[t], t)))
-    return kept
+    return items, notes
 
 
 def _hashed(

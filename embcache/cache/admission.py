@@ -9,6 +9,11 @@ from ..kernels import lifetime
 from ..kernels.buckets import BUCKETS, bucket_of
 
 
+def admission_bytes(admission: Admission) -> int:
+    """Bytes of a filter's cells."""
+    return BUCKETS * -(-admission.cells // BUCKETS) * (1 if admission.min_count <= 255 else 4)
+
+
 class AdmissionFilter:
     """Counting Bloom filter of one table. ``cells`` [64, n], uint8 or int32, a row per hash bucket.
 

@@ -78,16 +78,22 @@ def _below(tables: Sequence[TableConfig], tiers: Sequence[Any]) -> list[BackTier
 
 
 def _whole(tables: Sequence[TableConfig], kernels: ModuleType) -> list[DirectTable | HotTable]:
-    """Engines of tables with no tier below: direct as far as memory goes; the largest are hashed first."""
+    """Engines of tables with no tier below."""
     free = available_bytes()
-    sizes = {t: table.num_embeddings * table.row_bytes for t, table in enumerate(tables) if table.num_embeddings}
-    direct = {t for t in sizes if tables[t].admission is None and tables[t].expiry is None}
-    while free is not None and sum(sizes[t] for t in direct) > free:
-        direct.remove(max(direct, key=lambda t: (sizes[t], t)))
+    direct = direct_tables(tables, free)
     return [
         DirectTable(table, kernels) if t in direct else _growing(t, table, free, len(tables))
         for t, table in enumerate(tables)
     ]
+
+
+def direct_tables(tables: Sequence[TableConfig], free: int | None) -> set[int]:
+    """Tables that lie whole in memory under ``[Ram()]``, as far as ``free`` bytes go: the largest are hashed first."""
+    sizes = {t: table.num_embeddings * table.row_bytes for t, table in enumerate(tables) if table.num_embeddings}
+    direct = {t for t in sizes if tables[t].admission is None and tables[t].expiry is None}
+    while free is not None and sum(sizes[t] for t in direct) > free:
+        direct.remove(max(direct, key=lambda t: (sizes[t], t)))
+    return direct
 
 
 def _growing(t: int, table: TableConfig, free: int | None, tables: int) -> HotTable:

@@ -64,6 +64,16 @@ def test_a_bounded_table_that_does_not_fit_is_hashed(monkeypatch):
     assert "'large' does not fit whole" in str(planned)
 
 
+@pytest.mark.parametrize("count", [2, 300])
+def test_tables_with_admission_are_hashed_and_count(count):
+    tables = [table("a", 1000, admission=ec.Admission(count, cells=1000)), table("b", 1000, expiry=ec.Expiry(idle=3))]
+    planned, front = plan(tables, [Ram()], expected=10), opened(tables, [Ram()])
+    assert planned.bytes(structure="admission counts") == front.extra_state()["a.admission"].nbytes
+    for t, name in enumerate(("a", "b")):
+        assert not front.direct(t)
+        assert planned.bytes(table=name, structure="rows") == 10 * tables[t].row_bytes
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_full_cache(policy):
     tables, tiers = [table("a"), table("b", 5000, dim=4)], [Ram(rows=20_000, policy=policy), Ram()]
