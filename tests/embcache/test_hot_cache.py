@@ -131,8 +131,9 @@ def test_reading_only_leaves_no_trace() -> None:
     twin = hot(rows=4, below=below)
     twin.train([[1, 2, 3, 4]])
     twin.front.flush()
-    table = twin.front._hot[0]
-    before, scores, dirty = twin.resident(0), table.keeper.score.copy(), table.flags[:4].copy()  # type: ignore[union-attr]
+    table, keeper = twin.front._hot[0], twin.front._hot[0].keeper
+    assert keeper is not None
+    before, scores, dirty = twin.resident(0), keeper.score.copy(), table.flags[:4].copy()
     below.after["write"] = 0
     for _ in range(5):
         lease = twin.stage([[1, 9, 10, 1, 11]], training=False)
@@ -142,7 +143,7 @@ def test_reading_only_leaves_no_trace() -> None:
         twin.front.release(lease)
     twin.evaluate([[]])
     assert twin.resident(0) == before
-    assert np.array_equal(table.keeper.score, scores)
+    assert np.array_equal(keeper.score, scores)
     assert np.array_equal(table.flags[:4], dirty)
     assert table.overflow.used == 0
     assert below.count(0) == 4
