@@ -229,10 +229,10 @@ class HotTable:
         """Of the stored rows that were found, those that are not over."""
         return found if self.expiry is None else found & ~self.expiry.over(rows)
 
-    def stored(self, block: int) -> Iterator[Block]:
-        """Rows of the tier below that are not over."""
+    def stored(self, block: int, over: bool = False) -> Iterator[Block]:
+        """Rows of the tier below; without ``over`` only those that are not."""
         blocks = iter(()) if self.below is None else self.below.scan(self.number, block)
-        if self.expiry is None:
+        if over or self.expiry is None:
             return blocks
         current = ((keys, rows, ~self.expiry.over(rows)) for keys, rows in blocks)
         return ((keys[kept], rows[kept]) for keys, rows, kept in current)

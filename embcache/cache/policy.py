@@ -75,6 +75,7 @@ class ScoreKeeper:
         self._seen = np.zeros(candidates, dtype=np.int64)
         self._sample = np.zeros(min(kernels.SAMPLE, max(rows, 1)), dtype=np.int64)
         self._rule: _Rule = self._make(policy)
+        self._used = False
 
     def _make(self, policy: Policy) -> _Rule:
         if not isinstance(policy, str):
@@ -90,6 +91,7 @@ class ScoreKeeper:
 
     def insert(self, slots: np.ndarray, ids: np.ndarray, counts: np.ndarray, tick: int) -> None:
         """Rows of ``ids`` were put into ``slots``, used ``counts`` times by batch ``tick``."""
+        self._used = True
         self._rule.insert(slots, ids, counts, tick)
 
     def victims(self, n: int, pins: np.ndarray) -> np.ndarray:
@@ -113,12 +115,15 @@ class ScoreKeeper:
     def announce(self, ids: np.ndarray, slots: np.ndarray, tick: int) -> None:
         """Batch ``tick`` of the known window will need ``ids`` (int64, distinct), resident at ``slots`` (-1: not).
         Batches are announced in order; policies other than "lookahead" do not listen."""
+        self._used = True
         self._rule.announce(ids, slots, tick)
 
     def clear(self) -> None:
-        """Nothing is resident and nothing was learnt."""
-        for array in (self.score, self._state, *self._rule.arrays):
-            array.fill(0)
+        """Nothing is resident and nothing was learnt. Pages that were never used stay uncommitted."""
+        if self._used:
+            for array in (self.score, self._state, *self._rule.arrays):
+                array.fill(0)
+        self._used = False
 
     @staticmethod
     def bytes_for(policy: Policy, rows: int) -> int:

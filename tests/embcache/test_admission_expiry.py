@@ -14,6 +14,7 @@ import embcache as ec
 from embcache.cache.admission import AdmissionFilter
 from embcache.cache.expiry import ExpiryClock
 
+pytestmark = pytest.mark.filterwarnings("ignore:table .* staged batches need")
 Ram = ec.tiers.Ram
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -163,6 +164,29 @@ def test_a_store_in_memory_is_saved_with_its_counts() -> None:
     pair.check()
     pair.train(stream(8, 15))
     pair.check()
+
+
+def test_what_is_over_below_can_be_purged_and_does_not_come_back_with_a_reset(tmp_path: Path) -> None:
+    config = table(expiry=ec.Expiry(idle=2, every=3))
+    for last in (Ram(), ec.tiers.Lmdb(tmp_path / "store")):
+        store = ec.EmbeddingStore([config], [Ram(rows=6), last])
+        pair = Pair(store, Model(config))
+        pair.train(stream(11, 20))
+        stored = store.front.below[-1].count(0)
+        assert stored > len(pair.model.rows)
+        purged = store.front.purge()
+        assert purged > 0
+        assert store.front.below[-1].count(0) == stored - purged
+        assert store.front.purge() == 0
+        pair.check()
+        pair.train(stream(12, 11))
+        pair.check()
+        store.front.reset(0)
+        assert store.front.below[-1].count(0) == 0
+        assert store.count_written("t") == 0
+        asked = np.arange(100)
+        assert np.array_equal(store.read_rows("t", torch.from_numpy(asked))[0], pair.model.initial(asked))
+        store.close()
 
 
 def test_a_bounded_table_with_options_is_the_same() -> None:

@@ -15,6 +15,8 @@ from embcache.errors import BadConfig
 from embcache.kernels import ghosts
 from embcache.kernels import score as kernels
 
+pytestmark = pytest.mark.filterwarnings("ignore:table .* staged batches need")
+
 
 def most_used(ids: np.ndarray, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
     return counts.astype(np.int64) * 1000 + last
