@@ -1,6 +1,8 @@
 """Exports of real stores: full ones, chains of deltas, and what must not be mixed."""
 
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -411,6 +413,37 @@ def test_a_full_disk_in_the_middle_leaves_the_generation_before(tmp_path, monkey
     import_exports(target, tmp_path / "full", tmp_path / "one")
     target.close()
     assert ec.EmbeddingStore.open(tmp_path / "b", rows=8, backend="reference").generation == 2
+
+
+KILLED = """
+import os, sys
+import embcache as ec
+store = ec.EmbeddingStore.open(sys.argv[1], rows=8, backend="reference")
+real, calls = store.durable.write, []
+def write(*block):
+    real(*block)
+    calls.append(1)
+    if len(calls) == 5:
+        os._exit(9)
+store.durable.write = write
+ec.transfer.import_exports(store, *sys.argv[2:])
+"""
+
+
+def test_a_process_that_dies_in_an_import_leaves_the_generation_before(tmp_path):
+    chain_of_three(tmp_path)
+    target = on_disk(tmp_path / "b")
+    train(target, 2)
+    target.commit()
+    target.durable.merge()
+    before = contents(target)
+    target.close()
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "b", tmp_path / "full", tmp_path / "one"])
+    assert done.returncode == 9
+    again = on_disk(tmp_path / "b")
+    assert contents(again) == before
+    assert list(again.durable.verify()) == []
+    import_exports(again, tmp_path / "full", tmp_path / "one")
 
 
 def test_a_store_opened_for_reading_takes_no_import(tmp_path):
