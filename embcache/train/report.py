@@ -229,8 +229,8 @@ def _cache(r: RunRecord) -> str:
     cards.append(line_chart("Megabytes a step below the cache", moved, digits=3, zero=True))
     stages = dict.fromkeys(key for h in points for key in h if key.startswith(_STAGING))
     spent = [(key.removeprefix(_STAGING).replace("_", " "), _total(_column(points, key))) for key in stages]
-    cards.append(stacked_bar("Staging", spent, "seconds beside training, on the thread that stages ahead"))
-    return f'<div class="grid2">{"".join(map(_card, cards))}</div>'
+    staging = _card(stacked_bar("Staging", spent, "behind training, where it runs ahead"), "wide")
+    return f'<div class="grid2">{"".join(map(_card, cards))}{staging}</div>'
 
 
 def _total(values: Sequence[float]) -> float:

@@ -15,7 +15,9 @@ def full_record():
     history = []
     for step in range(10, 2001, 10):
         loss = 0.42 + 0.28 * math.exp(-step / 200)
-        history.append({"step": step, "kind": "train", "loss": loss, "samples_per_second": 50_000.0, "lr": 0.02})
+        point = {"step": step, "kind": "train", "loss": loss, "samples_per_second": 50_000.0, "lr": 0.02}
+        moved = {"bytes_read": 3e6, "bytes_written": 12.5e6, "seconds_miss_read": 0.05, "seconds_evict_write": 0.015}
+        history.append({**point, "hit_rate": 0.9 - 0.3 * math.exp(-step / 200), **moved})
         if step % 100 == 0:
             auc = 0.79 - 0.2 * math.exp(-step / 300)
             history.append({"step": step, "kind": "eval", "auc": auc, "ne": 0.9, "logloss": loss, "calibration": 1.0})
@@ -55,6 +57,8 @@ def test_it_holds_everything(report):
     for words in ("Calibration", "Time per stage", "Embedding tables", "C25", "Configuration", "processor", "torch"):
         assert words in text
     assert text.index(">C0<") < text.index(">C25<")  # most lookups first
+    for words in ("Cache and disk", "Hit rate", "read, 600 MB in all", "written, 2.5 GB in all", "miss read", "10.0 s"):
+        assert words in text
 
 
 def test_it_loads_nothing_from_anywhere(report):
