@@ -19,6 +19,8 @@ from .lookup import Tables, read
 from .optim import SGD, Rule
 from .store import EmbeddingStore
 
+_AHEAD = "_embcache_jagged"  # attribute of ids that ``jagged`` was asked about
+
 Pretrained: TypeAlias = Tensor | np.ndarray | str | Path
 
 
@@ -83,9 +85,36 @@ class _TorchLike(Tables):
         bags = (offsets.numel() - 1,)
         return KeyedJaggedTensor.trusted(list(self._features), values, weights, offsets, bags)
 
-    def _run(self, batch: KeyedJaggedTensor) -> Tensor:
+    def _batch(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> KeyedJaggedTensor:
+        raise NotImplementedError
+
+    def jagged(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> KeyedJaggedTensor:
+        """What a forward of the same tensors looks up, for staging ahead: the forward finds the rows staged.
+
+        >>> import embcache as ec
+        >>> bag = ec.EmbeddingBag(10, 3, init=ec.init.Constant(1.0))
+        >>> loader = [torch.tensor([[1, 2]]), torch.tensor([[2, 9]])]
+        >>> [bag(ids).shape for ids in bag.store.lookahead(loader, depth=2, ids=bag.jagged)]
+        [torch.Size([1, 3]), torch.Size([1, 3])]
+        """
+        batch = self._batch(self._ids(input), offsets, per_sample_weights)
+        input.__dict__[_AHEAD] = self.store, offsets, per_sample_weights, batch
+        return batch
+
+    def _lookup(
+        self, input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[KeyedJaggedTensor, Tensor]:
+        """(the batch, the output); on the rows that look-ahead left staged, where there are any."""
+        store, *others, batch = getattr(input, _AHEAD, (None, None, None, None))
+        if store is self.store and others[0] is offsets and others[1] is weights and batch is not None:
+            handle, part = self._ahead(batch)
+            if handle is not None and part is not None:
+                return batch, read(self.store, handle, part, self.out_dtype)
+        batch = self._batch(self._ids(input), offsets, weights)
         handle = self.store.stage(batch)
-        return read(self.store, handle, handle.parts[0], self.out_dtype)
+        return batch, read(self.store, handle, handle.parts[0], self.out_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.table.optimizer}"
@@ -197,12 +226,12 @@ class EmbeddingBag(_TorchLike):
         """[B, D] from ``input`` [B, L], or from ``input`` [n] and ``offsets`` [B] (bag starts; with
         ``include_last_offset`` [B + 1]). ``per_sample_weights`` has the shape of ``input``; for mean pooling, where
         torch has none, the sum of weighted rows is divided by the bag's length."""
-        batch = self._batch(self._ids(input), offsets, per_sample_weights)
-        if self.mode != "max":
-            return self._run(batch)
-        if per_sample_weights is not None:
+        if self.mode == "max" and per_sample_weights is not None:
             raise NotSupported("per_sample_weights with mode='max' (torch refuses them too)")
-        rows = self._run(batch).view(-1, self.embedding_dim)
+        batch, out = self._lookup(input, offsets, per_sample_weights)
+        if self.mode != "max":
+            return out
+        rows = out.view(-1, self.embedding_dim)
         at = torch.arange(rows.shape[0], device=rows.device)
         return nn.functional.embedding_bag(
             at, rows, batch.offsets().to(rows.device), mode="max", include_last_offset=True
@@ -305,9 +334,14 @@ class Embedding(_TorchLike):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., D] from ids of any shape."""
-        flat = self._ids(input).reshape(-1)
-        out = self._run(self._bags(flat, None, torch.tensor([0, flat.numel()])))
+        _, out = self._lookup(input, None, None)
         return out.view(*input.shape, self.embedding_dim)
+
+    def _batch(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> KeyedJaggedTensor:
+        if offsets is not None or weights is not None:
+            raise BadJagged("an Embedding takes ids alone")
+        flat = ids.reshape(-1)
+        return self._bags(flat, None, torch.tensor([0, flat.numel()]))
 
 
 def _shape(weight: Pretrained) -> tuple[int, int]:

@@ -86,6 +86,12 @@ class Tables(nn.Module):
         self._table_names = tuple(tables)
         store.guard = _refuse_unsharded_replicas
 
+    def _ahead(self, batch: Any) -> tuple[Handle | None, Part | None]:
+        """The handle that look-ahead left on a batch and its part with this module's features, if they can be read."""
+        handle: Handle | None = getattr(batch, "staged", None)
+        part = None if handle is None else handle.part(self._features)
+        return (handle, part) if part is not None and part.serves(self.store.front) else (None, None)
+
     def freeze(self, *tables: str, frozen: bool = True) -> None:
         """Stop training these tables of this module (all, if none is named); ``frozen=False`` resumes."""
         self.store.freeze(*(tables or self._table_names), frozen=frozen)

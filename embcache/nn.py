@@ -55,9 +55,8 @@ class _Collection(Tables):
     def _staged(self, batch: Any) -> tuple[Handle, Part | None]:
         """A handle and its part with this module's features: the handle given, the one that look-ahead left on the
         batch, or a new one."""
-        handle: Handle | None = batch if isinstance(batch, Handle) else getattr(batch, "staged", None)
-        part = None if handle is None else handle.part(self._features)
-        if handle is None or (handle is not batch and not (part and part.serves(self.store.front))):
+        handle, part = (batch, batch.part(self._features)) if isinstance(batch, Handle) else self._ahead(batch)
+        if handle is None:
             handle = self.stage(batch)
             part = handle.part(self._features)
         if part is None and self._features:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import multiprocessing
 import pickle
 import threading
 import time
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import embcache as ec
-from embcache.errors import BadConfig, CacheTooSmall, IdOutOfRange
+from embcache.errors import BadConfig, BadJagged, CacheTooSmall, IdOutOfRange
 from embcache.lookahead import LookAhead
 
 
@@ -485,3 +486,57 @@ def test_a_program_that_ends_in_the_middle_ends():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0]\n", "")
+
+
+# modules of torch's signature, and torch's loader --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bags of rows", "bags with offsets and weights", "max", "rows"])
+def test_drop_in_modules_find_their_rows_staged(kind):
+    g = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, 30, (4, 3), generator=g) for _ in range(5)]
+    if kind == "bags with offsets and weights":
+        loader = [(x.reshape(-1), torch.tensor([0, 2, 2, 9]), torch.rand(12, generator=g)) for x in ids]
+    else:
+        loader = [(x,) for x in ids]
+
+    def make():
+        if kind == "rows":
+            return ec.Embedding(30, 4, seed=0, backend="reference")
+        return ec.EmbeddingBag(30, 4, mode="max" if kind == "max" else "sum", seed=0, backend="reference")
+
+    plain, ahead = make(), make()
+    expected = [plain(*batch) for batch in loader]
+    stages = ahead.store.stages
+    outs = []
+    for batch in ahead.store.lookahead(loader, depth=2, ids=lambda batch: ahead.jagged(*batch)):
+        outs.append(ahead(*batch).detach().clone())
+        assert torch.equal(plain(*batch), outs[-1])  # another store: staged for itself
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+    assert ahead.store.stages == stages + 5
+    assert torch.equal(ahead(*loader[0]), expected[0])  # released: staged anew
+    loader[0][0][:] = loader[1][0]  # overwritten
+    assert torch.equal(ahead(*loader[0]), plain(*loader[0]))
+
+
+def test_an_embedding_takes_ids_alone():
+    with pytest.raises(BadJagged, match="ids alone"):
+        ec.Embedding(9, 2, backend="reference").jagged(torch.tensor([1]), torch.tensor([0]))
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return ec.KeyedJaggedTensor(["a", "b"], torch.tensor([i, i + 1]), lengths=torch.tensor([1, 1]))
+
+
+def test_the_processes_of_torchs_loader_end_too():
+    store = ec.EmbeddingStore(tables(), backend="reference")
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=2)
+    for k, batch in enumerate(store.lookahead(loader, depth=2)):
+        assert batch.values().tolist() == [k, k + 1]
+        if k == 5:
+            break
+    eventually(lambda: not multiprocessing.active_children())
