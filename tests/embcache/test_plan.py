@@ -17,6 +17,9 @@ from embcache.kernels.memory import available_bytes
 from embcache.planning import base_bytes, plan
 from embcache.tiers import Lmdb, Ram
 
+# the warning that a batch does not fit its cache: these caches are tiny on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:.*staged batches need:UserWarning")
+
 
 def table(name="t", rows=None, dim=16, **options):
     return ec.TableConfig(name, rows, dim, optimizer=ec.optim.Adagrad(), **options)

@@ -16,6 +16,9 @@ from embcache import records, tablefile
 from embcache.errors import BadConfig, CorruptStore, IdOutOfRange, SchemaMismatch, StorageFull
 from embcache.tablefile import export_table, load_table
 
+# the warning that a batch does not fit its cache: these caches are tiny on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:.*staged batches need:UserWarning")
+
 EDGES = [0, 5, 2**40, 2**63 - 1, -(2**63), -2]  # ascending as unsigned numbers
 
 
