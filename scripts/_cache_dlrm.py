@@ -74,7 +74,7 @@ class Model:
                 ids = self.torch.arange(first, min(self.work["rows"], first + block))
                 self.store.load_rows(name, ids, *self.store.read_rows(name, ids))
         self.store.commit()
-        self.store.durable.compact()
+        self.store.durable.merge()
         return time.perf_counter() - start
 
     def draw(self, first: int, steps: int) -> None:

@@ -109,7 +109,7 @@ class Ours(Storage):
 
     def merge(self) -> None:
         self.tier.sealed(self.number, self.number)
-        self.tier.compact()
+        self.tier.merge()
         self.described = self.tier.trimmed(self.described)
 
     def reopen(self, cold: bool) -> None:

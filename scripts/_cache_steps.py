@@ -325,7 +325,7 @@ def _populate(ec: Any, described: list[Any], path: Path, rows: int, block: int =
             weights = torch.rand(len(ids), described[0].embedding_dim)
             store.load_rows(name, ids, weights)
     store.commit()
-    store.durable.compact()
+    store.durable.merge()
     store.close()
 
 
