@@ -16,7 +16,7 @@ import numpy as np
 from .jit import I64, inline, kernel
 from .rawmem import copy_bytes, load_i64, load_u16, prefetch
 
-__all__ = ["BROKEN", "MEMBER", "WRONG_SIZE", "locate", "pull", "walk"]
+__all__ = ["BROKEN", "MEMBER", "WRONG_SIZE", "locate", "locate_few", "pull", "walk"]
 
 BROKEN, WRONG_SIZE = -1, -2  # pages that cannot be; values of another size
 MEMBER = 1  # state that locate gives to keys that are there
@@ -24,6 +24,7 @@ MEMBER = 1  # state that locate gives to keys that are there
 _BRANCH, _LEAF, _OVERFLOW, _BIG = 1, 2, 4, 1
 _HEAD = 16
 _DEPTH = 64
+_GROUP = 16
 _TURN = np.int64(-(2**63))
 _LAST = np.int64(2**63 - 1)
 
@@ -56,15 +57,16 @@ def _child(page: I64, i: I64) -> I64:
 
 @inline
 def _lower_bound(page: I64, low: I64, count: I64, key: I64) -> I64:
-    """First node from ``low`` on whose key is not below ``key``."""
-    high = count
-    while low < high:
-        middle = (low + high) >> 1
-        if _key(page, middle) < key:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    """First node from ``low`` on whose key is not below ``key``. Without branches: each would be guessed wrong half the
+    time, and the next key's search could not begin meanwhile."""
+    size = count - low
+    if size <= 0:
+        return low
+    while size > 1:
+        half = size >> 1
+        low += half * np.int64(_key(page, low + half - 1) < key)
+        size -= half
+    return low + np.int64(_key(page, low) < key)
 
 
 @inline
@@ -117,6 +119,65 @@ def locate(
             depth += 1
             page[depth] = base + number * page_size
         leaves[i] = page[depth]
+    return 0
+
+
+@kernel
+def locate_few(
+    keys: np.ndarray, state: np.ndarray, base: I64, page_size: I64, pages: I64, root: I64, leaves: np.ndarray
+) -> I64:
+    """The same as ``locate``, for keys far apart: sixteen go down together, so that their cache misses overlap."""
+    who, page = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    low, size, node = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    i = 0
+    while i < keys.size:
+        n = 0
+        while i < keys.size and n < _GROUP:
+            leaves[i] = 0
+            if state[i] == 0:
+                who[n], page[n] = i, base + root * page_size
+                n += 1
+            i += 1
+        for depth in range(_DEPTH):
+            if n == 0 or _flags(page[0]) & _LEAF:
+                break
+            if depth + 1 == _DEPTH:
+                return BROKEN
+            longest = 0
+            for g in range(n):
+                count = _count(page[g])
+                if not _flags(page[g]) & _BRANCH or count < 1:
+                    return BROKEN
+                low[g], size[g] = 1, count - 1
+                prefetch(page[g] + _HEAD + 2 * (1 + (size[g] >> 1)))
+                longest = max(longest, size[g])
+            while longest > 0:
+                longest = 0
+                for g in range(n):
+                    if size[g] > 0:
+                        node[g] = _node(page[g], low[g] + (size[g] >> 1))
+                        prefetch(node[g] + 8)
+                for g in range(n):
+                    if size[g] > 0:
+                        half = size[g] >> 1
+                        after = np.int64((load_i64(node[g] + 8) ^ _TURN) <= (keys[who[g]] ^ _TURN))
+                        low[g] += after * (half + 1)
+                        size[g] = half - after * (1 - (size[g] & 1))
+                        prefetch(page[g] + _HEAD + 2 * (low[g] + (size[g] >> 1)))
+                        longest = max(longest, size[g])
+            for g in range(n):
+                node[g] = _node(page[g], low[g] - 1)
+                prefetch(node[g])
+            for g in range(n):
+                number = _child(page[g], low[g] - 1)
+                if number >= pages:
+                    return BROKEN
+                page[g] = base + number * page_size
+                prefetch(page[g])
+        for g in range(n):
+            if not _flags(page[g]) & _LEAF:
+                return BROKEN
+            leaves[who[g]] = page[g]
     return 0
 
 

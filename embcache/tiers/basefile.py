@@ -39,6 +39,7 @@ _MAGIC, _DATA_VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<16xIIQQ")  # of a meta page: magic, version, address, map size
 _DB = struct.Struct("<IHHQQQQQ")  # pad, flags, depth, branch, leaf and overflow pages, entries, root
 _NONE = 2**64 - 1
+_FEW = 32  # keys this many leaves apart share no path worth remembering
 _SMALLEST_MAP, _LARGEST_MAP = 1 << 30, 16 << 40
 _KNOWN = sys.byteorder == "little" and sys.maxsize > 2**32
 
@@ -211,7 +212,7 @@ class Snapshot:
         self._lock = threading.Lock()
         self.map = base.map()  # the transaction began before: every page of it is in the file
         self._pages = min(base.pages, self.map.length // base.page_size)
-        self._roots: dict[int, tuple[int, int]] = {}
+        self._roots: dict[int, tuple[int, int, int]] = {}
 
     @property
     def seal(self) -> int:
@@ -223,33 +224,34 @@ class Snapshot:
         """The generation up to which every row has been merged."""
         return merge_rows.number(self._txn.get(merge_rows.MERGED, db=self._base.meta))
 
-    def _root(self, table: int) -> tuple[int, int]:
-        """(page number of a table's root, -1: empty; rows)."""
+    def _root(self, table: int) -> tuple[int, int, int]:
+        """(page number of a table's root, -1: empty; leaf pages; rows)."""
         known = self._roots.get(table)
         if known is None:
-            entries, root = _DB.unpack(self._txn.get(b"rows-%d" % table))[6:]
+            _, _, _, _, leaves, _, entries, root = _DB.unpack(self._txn.get(b"rows-%d" % table))
             if root != _NONE and root >= self._pages:
                 raise self._broken(table, btree.BROKEN)
-            known = self._roots[table] = (-1 if root == _NONE else root, entries)
+            known = self._roots[table] = (-1 if root == _NONE else root, leaves, entries)
         return known
 
     def count(self, table: int) -> int:
         """Rows of a table."""
         if not self._base.walking:
             return int(self._txn.stat(self._base.tables[table])["entries"])
-        return self._root(table)[1]
+        return self._root(table)[2]
 
     def fill(self, table: int, keys: np.ndarray, state: np.ndarray, out: np.ndarray | None) -> int:
         """Copy the rows of keys whose state is 0 to ``out`` and set their state to MEMBER; how many there are.
         ``out`` None: only the states. CorruptStore where the file is not what LMDB writes."""
         if not self._base.walking:
             return self._fill_slowly(table, keys, state, out)
-        root, _ = self._root(table)
+        root, number, _ = self._root(table)
         if root < 0:
             return 0
         address, size = self.map.address, self._base.page_size
         leaves = np.empty(len(keys), np.int64)
-        found = btree.locate(keys, state, address, size, self._pages, root, leaves)
+        locate = btree.locate_few if _FEW * len(keys) < number else btree.locate
+        found = locate(keys, state, address, size, self._pages, root, leaves)
         if found == 0:
             row_bytes, target = self._base.row_bytes[table], 0 if out is None else out.ctypes.data
             found = btree.pull(keys, state, leaves, address, size, self._pages, row_bytes, target)
@@ -261,7 +263,7 @@ class Snapshot:
         """The next ``len(keys)`` rows from key ``first`` (as an unsigned number) on; how many there were."""
         if not self._base.walking:
             return self._walk_slowly(table, first, keys, out)
-        root, _ = self._root(table)
+        root, _, _ = self._root(table)
         if root < 0:
             return 0
         signed = first - 2**64 if first >= 2**63 else first

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from disk_model import EDGES, ordered
 
 from embcache.errors import CorruptStore, FormatVersion
-from embcache.tiers import merge_rows
+from embcache.tiers import basefile, merge_rows
 from embcache.tiers.basefile import BaseFile, Snapshot
 
 
@@ -48,12 +49,15 @@ def _check(base: BaseFile, model: dict[int, np.ndarray], rng: np.random.Generato
         assert got == want.tolist()
 
 
-@pytest.mark.parametrize("walking", [True, False])
+@pytest.mark.parametrize("walking", [True, False, "few"])
 @pytest.mark.parametrize("row_bytes", [12, 64, 1002, 1024, 2022, 2030, 2048, 3072, 9000])
-def test_random_data_with_deletions(tmp_path: Path, row_bytes: int, walking: bool) -> None:
+def test_random_data_with_deletions(
+    tmp_path: Path, row_bytes: int, walking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = BaseFile.open(tmp_path, [row_bytes], create=True)
     assert base.walking
-    base.walking = walking
+    base.walking = bool(walking)
+    monkeypatch.setattr(basefile, "_FEW", 0 if walking == "few" else 10**9)
     rng, model = np.random.default_rng(row_bytes), dict[int, np.ndarray]()
     size = 1500 if row_bytes < 2000 and walking else 200
     _check(base, model, rng, row_bytes)
