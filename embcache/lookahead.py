@@ -136,6 +136,13 @@ class _Item:
         self.batch, self.jagged, self.error, self.last = batch, tuple(jagged), error, False
         self.handles: list[Handle] = []
 
+    @classmethod
+    def end(cls) -> _Item:
+        """What comes after the last batch."""
+        item = cls()
+        item.last = True
+        return item
+
     def stage(self, stage: Stage, overflow: bool) -> None:
         """Pin the rows of all inputs, or of none."""
         try:
@@ -183,8 +190,7 @@ class _Source:
             if batch is not _END:
                 jagged = batch if self._ids is None else self._ids(batch)
                 return _Item(batch, jagged if isinstance(jagged, list | tuple) else (jagged,))
-            item = _Item()
-            item.last = True
+            item = _Item.end()
         except StopIteration as error:
             item = _Item(error=RuntimeError(f"{self._ids} raised StopIteration, which would pass for the end: {error}"))
         except Exception as error:
@@ -234,9 +240,9 @@ class _State:
             self._pinned += 1
         else:
             with self._changed:
-                while not self._ready:
+                while not self._ready and not self.stopping:
                     self._changed.wait()
-                item = self._ready.popleft()
+                item = self._ready.popleft() if self._ready else _Item.end()
                 self._changed.notify_all()
         self._current = item
         return item
@@ -253,16 +259,20 @@ class _State:
         """End the thread, waiting for it at most ``limit`` seconds, and give everything back; any thread may call."""
         with self._changed:
             self.stopping = True
-            left = [*self._ready, *([self._current] if self._current is not None else [])]
-            self._ready.clear()
-            self._current = None
             self._changed.notify_all()
-        for item in left:
-            item.release()
+        self._release_all()
         if self._thread is None:
             self.source.close()
         elif self._thread is not threading.current_thread():
             self._thread.join(limit)
+
+    def _release_all(self) -> None:
+        with self._changed:
+            left, self._current = [*self._ready, self._current], None
+            self._ready.clear()
+        for item in left:
+            if item is not None:
+                item.release()
 
     # the thread's side --------------------------------------------------------------------------------------------
 
@@ -278,6 +288,8 @@ class _State:
         except BaseException as error:
             self._put(_Item(error=error))
         finally:
+            if self.stopping:  # the collector may have stopped it in the middle of a put
+                self._release_all()
             self.source.close()
 
     def _has_room(self) -> bool:

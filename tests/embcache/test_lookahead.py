@@ -454,6 +454,19 @@ def test_it_may_be_dropped_while_the_loader_is_slow():
     assert lookahead_threads() == []
 
 
+def test_closed_by_another_thread_while_it_is_waited_for():
+    go_on = threading.Event()
+
+    def slow():
+        yield Item(0)
+        go_on.wait()
+
+    ahead = LookAhead(Fake(), slow(), 1)
+    next(ahead)
+    threading.Timer(0.05, lambda: (threading.Timer(0.05, go_on.set).start(), ahead.close())).start()
+    assert next(ahead, None) is None
+
+
 def test_dropped_by_its_own_thread():
     """The collector may run anywhere, also on the thread that stages."""
     fake, source = Fake(), Source([Item(i) for i in range(100)])
