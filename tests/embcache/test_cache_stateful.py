@@ -1,5 +1,5 @@
 """Random operations on a cached store against a dict: batches staged, read, trained, dropped in any order, rows loaded
-and deleted, flushes, commits, rewinds, reopenings."""
+and deleted, flushes, commits, rewinds, reopenings, chains of exported deltas."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import embcache as ec
+from embcache.transfer import export_store, import_exports
 
 pytestmark = pytest.mark.filterwarnings("ignore:table .* staged batches need")  # small caches are the point
 
@@ -221,12 +222,40 @@ class DiskMachine(StoreMachine):
 
     disk = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.exports: list[Path] = []
+
     @precondition(lambda self: not self.pending)
     @rule(wait=st.booleans())
     def commit(self, wait: bool) -> None:
         number = self.store.commit({"count": len(self.model.rows[0])}, wait=wait)
         assert number == self.generation + 1
         self.generation, self.committed = number, self.model.copy()
+
+    @precondition(lambda self: not self.pending)
+    @rule()
+    def commit_and_export(self) -> None:
+        self.commit(wait=True)
+        target = self.folder / f"export{len(self.exports)}"
+        export_store(self.store, target, since=self.exports[-1] if self.exports else None)
+        self.exports.append(target)
+        self.exported = self.model.copy()
+
+    @precondition(lambda self: self.exports)
+    @rule()
+    def replay(self) -> None:
+        other = ec.EmbeddingStore(TABLES, [ec.tiers.Ram(rows=2), ec.tiers.Ram()])
+        import_exports(other, *self.exports)
+        self.compare_other(other, self.exported)
+
+    def compare_other(self, other: ec.EmbeddingStore, model: Model) -> None:
+        mine, self.store, self.model, now = self.store, other, model, self.model
+        try:
+            self.compare_all()
+        finally:
+            self.store, self.model = mine, now
+            other.close()
 
     @precondition(lambda self: self.generation)
     @rule()
@@ -249,20 +278,14 @@ class DiskMachine(StoreMachine):
     @precondition(lambda self: self.generation)
     @rule()
     def read_beside_the_writer(self) -> None:
-        reader = ec.EmbeddingStore.open(self.folder / "store", readonly=True)
-        mine, self.store, self.model, now = self.store, reader, self.committed, self.model
-        try:
-            self.compare_all()
-        finally:
-            self.store, self.model = mine, now
-            reader.close()
+        self.compare_other(ec.EmbeddingStore.open(self.folder / "store", readonly=True, rows=4), self.committed)
 
 
 @pytest.mark.parametrize("machine", [StoreMachine, DiskMachine])
 def test_random_operations_against_a_dict(machine: type[StoreMachine]) -> None:
     case = machine.TestCase
     case.settings = settings(
-        max_examples=40 if machine is StoreMachine else 30,
+        max_examples=40 if machine is StoreMachine else 25,
         stateful_step_count=40,
         deadline=None,
         derandomize=True,
