@@ -1,6 +1,11 @@
 """Train a click model on an endless generated log whose best reachable AUC is known; nothing is written but the run.
 
 python scripts/train_synthetic.py --samples 1_000_000 --rows 1_000_000 --dim 16 --out runs/synthetic
+
+Tables may be far larger than memory; 10^12 parameters:
+
+python scripts/train_synthetic.py --samples 2_000_000 --rows 8_000_000_000 --dim 128 --steps 500 --out runs/trillion \\
+    --tiers ram,lmdb --cache-bytes 2GiB --checkpoint-every 100
 """
 
 from dataclasses import dataclass
