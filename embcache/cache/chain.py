@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from ..config import TableConfig
 from ..errors import BadConfig
-from ..kernels.memory import available_bytes
+from ..kernels.memory import address_space, available_bytes
 from ..tiers.base import BackTier
 from ..tiers.ram import Ram
 from ..tiers.rows import RowStore
@@ -44,7 +44,7 @@ def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: Mod
             f"tiers[{len(tiers) - 1}] = {last!r}: rows=, bytes= and policy= are for a cache over a tier below"
         )
     if len(tiers) == 1 and isinstance(last, Ram):
-        return Front(tables, _whole(tables, kernels), [])
+        return _whole(tables, kernels)
     if len(tiers) == 1:
         raise BadConfig(
             f"tiers = [{last!r}]: lookups read memory, so the first tier is Ram(rows=...) or Ram(bytes=...)"
@@ -52,8 +52,16 @@ def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: Mod
     below = _below(tables, tiers)
     try:
         rows = tiers[0].split(tables, ROW_EXTRA)
-        engines = [_cached(t, table, rows[t], tiers[0].policy, below[0], len(tables)) for t, table in enumerate(tables)]
-        return Front(tables, engines, below)
+        return _fitting(
+            lambda part: Front(
+                tables,
+                [
+                    _cached(t, table, rows[t], _overflow(table, len(tables), part), tiers[0].policy, below[0])
+                    for t, table in enumerate(tables)
+                ],
+                below,
+            )
+        )
     except BaseException:
         for tier in below:
             tier.close()
@@ -77,14 +85,35 @@ def _below(tables: Sequence[TableConfig], tiers: Sequence[Any]) -> list[BackTier
     return chain
 
 
-def _whole(tables: Sequence[TableConfig], kernels: ModuleType) -> list[DirectTable | HotTable]:
-    """Engines of tables with no tier below."""
+def _fitting(build: Callable[[int], Front]) -> Front:
+    """``build(part)`` with the smallest ``part`` by which what is only reserved must be divided for the system to give
+    so much address space."""
+    part = 1
+    while True:
+        try:
+            return build(part)
+        except OSError:
+            if part >= OVERFLOW_ROWS:
+                raise
+            part *= 8
+
+
+def _whole(tables: Sequence[TableConfig], kernels: ModuleType) -> Front:
+    """A front with no tier below."""
     free = available_bytes()
-    direct = direct_tables(tables, free)
-    return [
-        DirectTable(table, kernels) if t in direct else _growing(t, table, free, len(tables))
-        for t, table in enumerate(tables)
-    ]
+    direct = {t: DirectTable(tables[t], kernels) for t in sorted(direct_tables(tables, free))}
+    return _fitting(
+        lambda part: Front(
+            tables,
+            [
+                direct[t]
+                if t in direct
+                else _growing(t, table, free, len(tables), _overflow(table, len(tables), part), part)
+                for t, table in enumerate(tables)
+            ],
+            [],
+        )
+    )
 
 
 def direct_tables(tables: Sequence[TableConfig], free: int | None) -> set[int]:
@@ -96,30 +125,18 @@ def direct_tables(tables: Sequence[TableConfig], free: int | None) -> set[int]:
     return direct
 
 
-def _growing(t: int, table: TableConfig, free: int | None, tables: int) -> HotTable:
-    overflow = _overflow(table, tables)
+def _growing(t: int, table: TableConfig, free: int | None, tables: int, overflow: int, part: int) -> HotTable:
     rows = min(MOST_SLOTS - overflow, table.num_embeddings or MOST_SLOTS)
-    if free is not None:
-        rows = max(1, min(rows, free // table.row_bytes))
-    return _reserved(t, table, rows, overflow, None, None)
+    most = address_space() // 4 // tables if free is None else min(free, address_space() // 4 // tables)
+    rows = max(1, min(rows, most // table.row_bytes) // part)
+    return HotTable(t, table, rows, overflow, None, None)
 
 
-def _cached(t: int, table: TableConfig, rows: int, policy: Any, below: BackTier, tables: int) -> HotTable:
+def _cached(t: int, table: TableConfig, rows: int, overflow: int, policy: Any, below: BackTier) -> HotTable:
     rows = min(rows, table.num_embeddings or rows)
-    return _reserved(t, table, rows, min(_overflow(table, tables), MOST_SLOTS - rows), policy, below)
+    return HotTable(t, table, rows, min(overflow, MOST_SLOTS - rows), policy, below)
 
 
-def _overflow(table: TableConfig, tables: int) -> int:
-    most = min(OVERFLOW_BYTES, OVERFLOW_TOTAL // tables) // table.row_bytes
-    return max(1, min(OVERFLOW_ROWS, most, table.num_embeddings or most))
-
-
-def _reserved(t: int, table: TableConfig, rows: int, overflow: int, policy: Any, below: BackTier | None) -> HotTable:
-    """With as large an overflow extent as the system gives address space for."""
-    while True:
-        try:
-            return HotTable(t, table, rows, overflow, policy, below)
-        except OSError:
-            if overflow == 1:
-                raise
-            overflow = max(1, overflow // 2)
+def _overflow(table: TableConfig, tables: int, part: int) -> int:
+    most = min(OVERFLOW_BYTES, OVERFLOW_TOTAL // tables, address_space() // 4 // tables) // table.row_bytes
+    return max(1, min(OVERFLOW_ROWS, most, table.num_embeddings or most) // part)

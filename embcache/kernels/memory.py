@@ -78,6 +78,21 @@ def available_bytes() -> int | None:
     return None
 
 
+def address_space() -> int:
+    """Bytes of address space that the process may still reserve: what its limit (``ulimit -v``) leaves, or 2^46."""
+    most = 1 << 46
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            return most
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    except (ImportError, OSError):
+        return most
+    return max(0, min(most, limit - used))
+
+
 def huge_pages() -> str:
     """The system's setting of transparent huge pages: "always", "madvise", "never", or "unknown"."""
     try:

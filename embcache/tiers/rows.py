@@ -12,7 +12,7 @@ from ..config import TableConfig
 from ..errors import TableTooLarge
 from ..kernels import cpu
 from ..kernels.index import RowIndex
-from ..kernels.memory import available_bytes, reserve
+from ..kernels.memory import address_space, available_bytes, reserve
 from .base import Block
 
 MOST_ROWS = 2**31 - 2  # the index holds a slot + 1 in 31 bits
@@ -20,14 +20,15 @@ LOOKED = 64 << 20  # bytes of rows between two looks at what the system has left
 
 
 class _Table:
-    """Rows of one table in a slab that is reserved whole and committed where rows come."""
+    """Rows of one table in a slab that is reserved whole, in at most ``address`` bytes, and committed where rows
+    come."""
 
-    def __init__(self, table: TableConfig) -> None:
+    def __init__(self, table: TableConfig, address: int) -> None:
         self.name, self.row_bytes = table.name, table.row_bytes
         self.index = RowIndex()
         most = min(MOST_ROWS, table.num_embeddings or MOST_ROWS)
         free = available_bytes()
-        self.room = most if free is None else max(1, min(most, free // self.row_bytes))
+        self.room = max(1, min(most, (address if free is None else min(free, address)) // self.row_bytes))
         self.slab = reserve(self.room * self.row_bytes).numpy()
         self.high = self._promised = 0
         self.back = np.empty(0, dtype=np.int32)
@@ -83,7 +84,8 @@ class RowStore:
 
     def open(self, tables: Sequence[TableConfig]) -> None:
         """Empty."""
-        self._tables = [_Table(table) for table in tables]
+        address = address_space() // 4 // max(1, len(tables))
+        self._tables = [_Table(table, address) for table in tables]
 
     def read(self, table: int, keys: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Fill ``out`` with the rows that are there."""

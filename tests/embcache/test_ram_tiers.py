@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,6 +93,26 @@ def test_a_bounded_table_that_does_not_fit_into_memory_is_hashed(monkeypatch: py
     ids = torch.tensor([10**14 - 1])
     lease = front.stage(torch.tensor([[1, 0, 0, 1, 0, 0, 0]]), ids, None, True)
     assert front.arenas[1].slot_ids[front.slots(lease).long()].tolist() == [10**14 - 1]
+
+
+LIMITED = """
+import resource, torch
+import embcache as ec
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (2 << 30),) * 2)
+tables = [ec.TableConfig(f"t{k}", None, 16) for k in range(8)]
+for tiers in ([ec.tiers.Ram(rows=100), ec.tiers.Ram()], [ec.tiers.Ram()]):
+    store = ec.EmbeddingStore(tables, tiers)
+    batch = ec.KeyedJaggedTensor([t.name for t in tables], torch.arange(8 * 300), lengths=torch.full((8,), 300))
+    with store.stage(batch) as handle:
+        assert store.lookup(handle)["t7"].shape == (1, 16)
+    del handle, store
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the size of the process is read from /proc")
+def test_a_limit_of_address_space_makes_what_is_reserved_smaller() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", LIMITED], check=True, timeout=120)
 
 
 # rows by key -------------------------------------------------------------------------------------------------------
