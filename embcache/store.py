@@ -33,6 +33,7 @@ from torch import Tensor
 
 from . import kernels, options
 from .cache import open_chain
+from .cache.policy import LARGEST_WINDOW
 from .config import TableConfig, check_tables
 from .errors import BadConfig, EmbcacheError, NonFiniteGradient, NoOptimizer, NotSupported, StaleLookup
 from .init import table_key
@@ -199,7 +200,9 @@ class EmbeddingStore(StoreDisk):
     ) -> LookAhead:
         """``for batch in store.lookahead(loader, depth=2)``: the rows of later batches are staged on another thread
         while this one trains, those of the features that tables read. Results are the same bits for every depth; see
-        ``LookAhead``."""
+        ``LookAhead``. ``window``: at most 63."""
+        if window > LARGEST_WINDOW:
+            raise BadConfig(f"look-ahead: window = {window}, must be at most {LARGEST_WINDOW}")
 
         def stage(jagged: Any, overflow: bool) -> Handle:
             there = set(jagged.keys())

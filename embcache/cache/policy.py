@@ -5,7 +5,8 @@
 * ``"lfu_decay"``: the same with half after 32 uses per cached row, for ids whose popularity drifts.
 * ``"lru"``: the batch that used the row last.
 * ``"lookahead"``: rows that an announced batch needs stay, those needed soonest longest (Belady, "A Study of
-  Replacement Algorithms for a Virtual-Storage Computer", 1966, inside the known window); the others as under ``"lfu"``.
+  Replacement Algorithms for a Virtual-Storage Computer", 1966, inside the known window of up to 64 batches); the
+  others as under ``"lfu"``.
 * a callable ``f(ids int64 [n], counts int32 [n], last int64 [n]) -> int64 [n]`` of resident rows: uses since they came
   in, and the number of the batch that used them last. It is asked for many rows at once, only when rows have to leave.
 
@@ -30,6 +31,7 @@ Policy = str | Scorer
 HALF_LIVES = {"lfu": 256, "lfu_decay": 32, "lookahead": 256}  # uses per cached row
 REMEMBERED = 2  # absent ids per cached row
 LEAST_SEEN = 1 << 16
+LARGEST_WINDOW = int(kernels.WINDOW) - 1  # batches behind the next one that can be announced
 _SPAN = 2**60
 
 
@@ -193,27 +195,38 @@ class _Ahead(_Frequent):
 
     def __init__(self, state: np.ndarray, score: np.ndarray, half_life: int) -> None:
         super().__init__(state, score, half_life)
-        self.frequency, self.until = np.zeros_like(score), np.zeros_like(score)
-        self.awaited = np.zeros(1 << max(12, (4 * len(score)).bit_length()), dtype=np.int64)
-        self.arrays = (self.ghosts, self.frequency, self.until, self.awaited)
+        self.frequency = np.zeros_like(score)
+        self.words = np.zeros((len(score), 2), dtype=np.uint64)
+        self._await(np.zeros((1 << 12, 3), dtype=np.uint64))
+        self._scored = state, score, self.frequency, self.words
 
     def hit(self, slots: np.ndarray, counts: np.ndarray, tick: int) -> None:
         self.state[kernels.NOW] = tick
-        kernels.touch_ahead(self.state, self.score, self.frequency, self.until, slots, counts)
+        kernels.touch_ahead(*self._scored, slots, counts)
         self._fade()
 
     def insert(self, slots: np.ndarray, ids: np.ndarray, counts: np.ndarray, tick: int) -> None:
         self.state[kernels.NOW] = tick
-        arrays = self.state, self.score, self.frequency, self.until, self.ghosts, self.awaited
-        kernels.insert_ahead(*arrays, slots, ids, counts)
+        kernels.insert_ahead(*self._scored, self.ghosts, self.awaited, slots, ids, counts)
         self._fade()
 
+    def drop(self, slots: np.ndarray, ids: np.ndarray) -> None:
+        kernels.drop_ahead(self.state, self.score, self.words, self.awaited, slots, ids)
+        super().drop(slots, ids)
+
     def announce(self, ids: np.ndarray, slots: np.ndarray, tick: int) -> None:
-        kernels.announce(self.state, self.score, self.until, self.awaited, ids, slots, tick)
+        while not kernels.announce(*self._scored, self.awaited, ids, slots, tick):
+            bigger = np.zeros((2 * len(self.awaited), 3), dtype=np.uint64)
+            kernels.move_awaited(self.state, self.awaited, bigger)
+            self._await(bigger)
+
+    def _await(self, table: np.ndarray) -> None:
+        self.awaited = table
+        self.arrays = (self.ghosts, self.frequency, self.words, table)
 
     def settle(self, pressed: bool) -> None:
         if pressed:
-            kernels.forgo(self.state, self.score, self.frequency, self.until)
+            kernels.forgo(*self._scored)
 
 
 class _Own(_Recent):

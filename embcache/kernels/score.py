@@ -14,12 +14,13 @@ from __future__ import annotations
 import numpy as np
 
 from .ghosts import mix, put, take
-from .jit import I64, inline, kernel
+from .jit import I64, U64, inline, kernel
 
 FREE = np.int64(0)  # no row here
 TOUCHED = np.int64(2**63 - 1)  # to be scored again before it may leave
 NEEDED = np.int64(2**62)  # from here on: a batch of the known window needs the row
 SOONEST = np.int64(2**62 + 2**61)  # minus the number of that batch is its score
+WINDOW = 64  # batches that can be announced
 SAMPLE = 1024
 USE = 16  # what an occurrence adds to a frequency
 
@@ -106,12 +107,54 @@ def halve(state: np.ndarray, frequency: np.ndarray) -> None:
 
 
 # look-ahead: rows that the known window needs stay, the soonest longest; the others by frequency -------------------
+#
+# Of a row, and of an absent id, the batches that need it are the bits of a 64-bit word beside the number of a batch:
+# bit k is the (k + 1)-th batch after that one. Words of absent ids: ``awaited`` uint64 [n, 3] (word, number, id), a
+# hash table probed at eight places.
 
 
 @inline
-def _ahead(state: np.ndarray, score: np.ndarray, frequency: np.ndarray, until: np.ndarray, s: I64) -> None:
-    """The score of a slot from its frequency and the last batch known to need it."""
-    _set(state, score, s, SOONEST - until[s] if until[s] > state[NOW] else frequency[s])
+def _after(word: U64, since: I64, now: I64) -> U64:
+    """The word of a row as seen from a later batch."""
+    return word >> np.uint64(now - since) if now - since < WINDOW else np.uint64(0)
+
+
+@inline
+def _ahead(state: np.ndarray, score: np.ndarray, frequency: np.ndarray, words: np.ndarray, s: I64) -> None:
+    """The score of a slot: when it is needed next, or its frequency; its word is seen from now on."""
+    now = state[NOW]
+    word = _after(words[s, 1], np.int64(words[s, 0]), now)
+    words[s, 0], words[s, 1] = now, word
+    if word == 0:
+        _set(state, score, s, frequency[s])
+    else:
+        lowest = word & (~word + np.uint64(1))
+        bit = (np.float64(lowest).view(np.int64) >> 52) - 1023
+        _set(state, score, s, SOONEST - (now + 1 + bit))
+
+
+@inline
+def _known(awaited: np.ndarray, key: I64, now: I64, fresh: bool) -> I64:
+    """Where the word of an absent id is, or with ``fresh`` may go; -1: nowhere."""
+    mask = np.uint64(awaited.shape[0] - 1)
+    h, dead = mix(key), np.int64(-1)
+    for j in range(8):
+        e = np.int64((h + np.uint64(j)) & mask)
+        if _after(awaited[e, 0], np.int64(awaited[e, 1]), now) == 0:
+            dead = e if dead < 0 else dead
+        elif awaited[e, 2] == np.uint64(key):
+            return e
+    return dead if fresh else np.int64(-1)
+
+
+@kernel
+def move_awaited(state: np.ndarray, awaited: np.ndarray, bigger: np.ndarray) -> None:
+    """Words that are still of use, to another table."""
+    for i in range(awaited.shape[0]):
+        if _after(awaited[i, 0], np.int64(awaited[i, 1]), state[NOW]) != 0:
+            e = _known(bigger, np.int64(awaited[i, 2]), state[NOW], True)
+            if e >= 0:
+                bigger[e] = awaited[i]
 
 
 @kernel
@@ -119,17 +162,17 @@ def touch_ahead(
     state: np.ndarray,
     score: np.ndarray,
     frequency: np.ndarray,
-    until: np.ndarray,
+    words: np.ndarray,
     slots: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """Rows used by batch ``state[NOW]``."""
+    """Rows used by batch ``state[NOW]``; ``words`` uint64 [n, 2] by slot."""
     for i in range(slots.shape[0]):
         s = np.int64(slots[i])
         state[SEEN] += counts[i]
         if s < score.shape[0] and score[s] != FREE:
             frequency[s] += np.int64(counts[i]) * USE
-            _ahead(state, score, frequency, until, s)
+            _ahead(state, score, frequency, words, s)
 
 
 @kernel
@@ -137,46 +180,70 @@ def insert_ahead(
     state: np.ndarray,
     score: np.ndarray,
     frequency: np.ndarray,
-    until: np.ndarray,
+    words: np.ndarray,
     ghosts: np.ndarray,
     awaited: np.ndarray,
     slots: np.ndarray,
     ids: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """New rows of batch ``state[NOW]``; ``awaited``: by hash of the id, the last batch announced to need it."""
-    mask = np.uint64(awaited.shape[0] - 1)
+    """New rows of batch ``state[NOW]``."""
     for i in range(slots.shape[0]):
         s = np.int64(slots[i])
         state[SEEN] += counts[i]
         worth = take(ghosts, ids[i]) + np.int64(counts[i]) * USE
         if s < score.shape[0]:
-            frequency[s], until[s] = worth, awaited[mix(ids[i]) & mask]
-            _ahead(state, score, frequency, until, s)
+            e = _known(awaited, ids[i], state[NOW], False)
+            frequency[s], words[s, 1] = worth, 0
+            if e >= 0:
+                words[s, 0], words[s, 1] = awaited[e, 1], awaited[e, 0]
+                awaited[e, 0] = 0
+            _ahead(state, score, frequency, words, s)
         else:
             put(ghosts, ids[i], worth)
+
+
+@kernel
+def drop_ahead(
+    state: np.ndarray, score: np.ndarray, words: np.ndarray, awaited: np.ndarray, slots: np.ndarray, ids: np.ndarray
+) -> None:
+    """What is known of rows that are about to be dropped is kept by their ids."""
+    for i in range(slots.shape[0]):
+        s = np.int64(slots[i])
+        if s < score.shape[0] and score[s] != FREE and words[s, 1] != 0:
+            e = _known(awaited, ids[i], state[NOW], True)
+            if e >= 0:
+                awaited[e, 0], awaited[e, 1], awaited[e, 2] = words[s, 1], words[s, 0], np.uint64(ids[i])
 
 
 @kernel
 def announce(
     state: np.ndarray,
     score: np.ndarray,
-    until: np.ndarray,
+    frequency: np.ndarray,
+    words: np.ndarray,
     awaited: np.ndarray,
     ids: np.ndarray,
     slots: np.ndarray,
     tick: int,
-) -> None:
-    """Batch ``tick`` will need ``ids``; those that are resident stay."""
-    mask = np.uint64(awaited.shape[0] - 1)
-    for i in range(ids.shape[0]):
-        h = mix(ids[i]) & mask
-        awaited[h] = max(awaited[h], tick)
-        s = np.int64(slots[i])
-        if 0 <= s < score.shape[0] and score[s] != FREE and tick > state[NOW]:
-            if score[s] < NEEDED:  # else an earlier batch needs it
-                score[s] = SOONEST - tick
-            until[s] = max(until[s], tick)
+) -> bool:
+    """Batch ``tick`` will need ``ids``; those that are resident stay. False: ``awaited`` is too full for all."""
+    now, room = state[NOW], True
+    ahead = tick - now - 1
+    for i in range(ids.shape[0] if 0 <= ahead < WINDOW else 0):
+        s, bit = np.int64(slots[i]), np.uint64(1) << np.uint64(ahead)
+        if 0 <= s < score.shape[0] and score[s] != FREE:
+            words[s, 1] = _after(words[s, 1], np.int64(words[s, 0]), now) | bit
+            words[s, 0] = now
+            _ahead(state, score, frequency, words, s)
+        else:
+            e = _known(awaited, ids[i], now, True)
+            if e < 0:
+                room = False
+            else:
+                awaited[e, 0] = _after(awaited[e, 0], np.int64(awaited[e, 1]), now) | bit
+                awaited[e, 1], awaited[e, 2] = now, np.uint64(ids[i])
+    return room
 
 
 @kernel
@@ -187,11 +254,11 @@ def unqueue(state: np.ndarray, seen: np.ndarray) -> None:
 
 
 @kernel
-def forgo(state: np.ndarray, score: np.ndarray, frequency: np.ndarray, until: np.ndarray) -> None:
-    """Rows announced for a batch that has passed without them are worth their frequency again."""
+def forgo(state: np.ndarray, score: np.ndarray, frequency: np.ndarray, words: np.ndarray) -> None:
+    """Rows of a batch that has passed without them are judged anew."""
     for s in range(state[HIGH]):
-        if score[s] >= NEEDED and SOONEST - score[s] <= state[NOW]:
-            _ahead(state, score, frequency, until, s)
+        if NEEDED <= score[s] < TOUCHED and SOONEST - score[s] <= state[NOW]:
+            _ahead(state, score, frequency, words, s)
 
 
 # callables ---------------------------------------------------------------------------------------------------------

@@ -173,6 +173,8 @@ def test_callables_see_what_is_resident_and_are_checked() -> None:
         keeper = filled(wrong, 4)
         with pytest.raises(BadConfig, match="must be int64"):
             keeper.victims(1, pins)
+    with pytest.raises(BadConfig, match="at most 63"):
+        ec.EmbeddingStore([ec.TableConfig("t", 9, 4)]).lookahead([], window=64)
     for policy in ("mru", "", 3, None):
         with pytest.raises(BadConfig, match="policy"):
             ScoreKeeper(policy, 4)  # type: ignore[arg-type]
@@ -240,12 +242,18 @@ def power_law(alpha: float, batches: int, drift: float = 0.0, seed: int = 0) -> 
         yield ranks, places[ranks]
 
 
-def hit_rate(policy: Any, batches: Iterator[tuple[np.ndarray, np.ndarray]], warm: int) -> tuple[float, float]:
+def hit_rate(
+    policy: Any, batches: Iterator[tuple[np.ndarray, np.ndarray]], warm: int, window: int = 0
+) -> tuple[float, float]:
     """(share of occurrences that were hits, that of the ``CACHE`` most popular ranks) after ``warm`` batches."""
+    whole = list(batches)
     keeper, pins = ScoreKeeper(policy, CACHE), np.zeros(CACHE, dtype=np.int32)
     where, slot_ids = np.full(ROWS, -1), np.zeros(CACHE, dtype=np.int64)
     free, hits, best, total = np.arange(CACHE), 0, 0, 0
-    for b, (ranks, ids) in enumerate(batches):
+    for b, (ranks, ids) in enumerate(whole):
+        for later in range(b + window if b else 0, min(b + window + 1, len(whole) if window else 0)):
+            coming = np.unique(whole[later][1])
+            keeper.announce(coming, where[coming], later + 1)
         keys, counts = np.unique(ids, return_counts=True)
         counts, slots = counts.astype(np.int32), where[keys]
         here = slots >= 0
@@ -271,6 +279,12 @@ def test_lfu_nears_the_best_fixed_choice_and_passes_lru() -> None:
         (lfu, best), (lru, _) = (hit_rate(policy, power_law(alpha, 1500), 1000) for policy in ("lfu", "lru"))
         assert lfu >= least * best
         assert lfu > lru + 0.02
+
+
+def test_what_is_announced_lifts_the_hit_rate_above_every_fixed_choice() -> None:
+    rates = [hit_rate("lookahead", power_law(1.05, 500), 300, window) for window in (0, 8, 63)]
+    assert rates[0][0] < rates[1][0] < rates[2][0]
+    assert rates[2][0] > rates[2][1] + 0.02
 
 
 def test_decay_follows_a_drift_that_lfu_lags_behind() -> None:
