@@ -74,7 +74,7 @@ FULL: dict[str, Any] = {
 }  # fmt: skip
 QUICK: dict[str, Any] = {
     "rounds": 2, "steps": 4,
-    "index_rows": [1_000_000], "probes": 1_000_000, "storage_rows": 100_000, "storage_block": 20_000,
+    "index_rows": [1_000_000], "probes": 500_000, "storage_rows": 100_000, "storage_block": 20_000,
     "w1_rows": 100_000, "w1_tables": 4, "w1_ids": 2000, "w1_warm": 10,
     "w1_cases": [(64, "sgd", 0.1), (64, "adam", 0.8)],
     "w2_rows": 100_000, "w2_calls": 50,
