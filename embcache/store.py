@@ -33,7 +33,6 @@ from torch import Tensor
 
 from . import kernels, options
 from .cache import open_chain
-from .cache.policy import LARGEST_WINDOW
 from .config import TableConfig, check_tables
 from .errors import BadConfig, EmbcacheError, NonFiniteGradient, NoOptimizer, NotSupported, StaleLookup
 from .init import table_key
@@ -166,7 +165,7 @@ class EmbeddingStore(StoreDisk):
         """
         self.require_usable()
         training = torch.is_grad_enabled() if training is None else training
-        batch = KeyedJaggedTensor.adopt(batch)
+        batch = given = KeyedJaggedTensor.adopt(batch)
         device = batch.device()
         if device.type != "cpu":
             batch = batch.to("cpu")
@@ -181,7 +180,7 @@ class EmbeddingStore(StoreDisk):
             batch = options.repair(batch, named, self.tables, self.counts)
         parts: list[Part] = []
         try:
-            parts.extend(Part(layout, batch, self.front, training, overflow) for layout in layouts)
+            parts.extend(Part(layout, batch, given, self.front, training, overflow) for layout in layouts)
         except BaseException:
             Handle(batch, parts, device).release()
             raise
@@ -200,9 +199,7 @@ class EmbeddingStore(StoreDisk):
     ) -> LookAhead:
         """``for batch in store.lookahead(loader, depth=2)``: the rows of later batches are staged on another thread
         while this one trains, those of the features that tables read. Results are the same bits for every depth; see
-        ``LookAhead``. ``window``: at most 63."""
-        if window > LARGEST_WINDOW:
-            raise BadConfig(f"look-ahead: window = {window}, must be at most {LARGEST_WINDOW}")
+        ``LookAhead``."""
 
         def stage(jagged: Any, overflow: bool) -> Handle:
             there = set(jagged.keys())

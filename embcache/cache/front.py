@@ -204,6 +204,7 @@ class Front(FrontRows):
                     table.keeper.hit(slots, counts, table.tick + 1)
             for table, _, _ in done:
                 table.tick += 1
+                table.tell()
         self._count(lease, done, hits)
 
     def _make_room(self, fills: list[Fill], overflow: bool) -> None:
@@ -363,7 +364,7 @@ class Front(FrontRows):
                 table = self._hot[t]
                 if table.keeper is not None and table.keeper.policy == "lookahead":
                     keys = np.unique(np.concatenate([ids[start:stop] for start, stop in ranges]))
-                    table.keeper.announce(keys, table.slots_of(keys), table.tick + ahead)
+                    table.announce(keys, table.tick + ahead)
 
     # step -------------------------------------------------------------------------------------------------------
 

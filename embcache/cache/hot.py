@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..kernels.initial import InitialRows
 from ..kernels.memory import available_bytes, reserve
 from ..tiers.base import BackTier, Block
 from .expiry import ExpiryClock
-from .policy import Policy, ScoreKeeper
+from .policy import WINDOW, Policy, ScoreKeeper
 from .slots import SlotArrays, SlotPool
 
 HUGE_FROM = 4 << 20  # bytes of cached rows from which huge pages are worth their size
@@ -58,6 +59,7 @@ class HotTable:
         self.expiry: ExpiryClock | None = None  # set by who asks what is over
         self.block = max(1, MOVED // self.row_bytes)
         self.tick = 0  # batches staged for training
+        self._coming: deque[tuple[int, np.ndarray]] = deque()  # announced, but still too far off
         self.warned = False  # that a batch was larger than the cache
         self._promised = 0  # rows for which there was memory when it was looked
         self.evicted = self.written_back = self.overflow_peak = 0
@@ -249,6 +251,19 @@ class HotTable:
     def _exist(self, keys: np.ndarray) -> int:
         slots = self.slots_of(keys)
         return int(np.count_nonzero(self.flags[slots[slots >= 0]] & EXISTS))
+
+    def announce(self, keys: np.ndarray, tick: int) -> None:
+        """Batch ``tick`` will need ``keys``; the keeper is told when it has come within its window."""
+        if self._coming and self._coming[-1][0] > tick:  # another loop over batches
+            self._coming.clear()
+        self._coming.append((tick, keys))
+        self.tell()
+
+    def tell(self) -> None:
+        """Pass on the announced batches that are near enough by now."""
+        while self.keeper is not None and self._coming and self._coming[0][0] - self.tick <= WINDOW:
+            tick, keys = self._coming.popleft()
+            self.keeper.announce(keys, self.slots_of(keys), tick)
 
     def mark_loaded(self, slots: np.ndarray, found: np.ndarray) -> None:
         """Rows are ready; those that the tier below has exist."""

@@ -31,7 +31,7 @@ Policy = str | Scorer
 HALF_LIVES = {"lfu": 256, "lfu_decay": 32, "lookahead": 256}  # uses per cached row
 REMEMBERED = 2  # absent ids per cached row
 LEAST_SEEN = 1 << 16
-LARGEST_WINDOW = int(kernels.WINDOW) - 1  # batches behind the next one that can be announced
+WINDOW = int(kernels.WINDOW)  # batches that a keeper can be told of in advance
 _SPAN = 2**60
 
 

@@ -173,8 +173,6 @@ def test_callables_see_what_is_resident_and_are_checked() -> None:
         keeper = filled(wrong, 4)
         with pytest.raises(BadConfig, match="must be int64"):
             keeper.victims(1, pins)
-    with pytest.raises(BadConfig, match="at most 63"):
-        ec.EmbeddingStore([ec.TableConfig("t", 9, 4)]).lookahead([], window=64)
     for policy in ("mru", "", 3, None):
         with pytest.raises(BadConfig, match="policy"):
             ScoreKeeper(policy, 4)  # type: ignore[arg-type]
@@ -285,6 +283,24 @@ def test_what_is_announced_lifts_the_hit_rate_above_every_fixed_choice() -> None
     rates = [hit_rate("lookahead", power_law(1.05, 500), 300, window) for window in (0, 8, 63)]
     assert rates[0][0] < rates[1][0] < rates[2][0]
     assert rates[2][0] > rates[2][1] + 0.02
+
+
+def test_a_window_beyond_what_a_keeper_notes_is_told_in_time() -> None:
+    rates = {}
+    for window in (0, 63, 150):
+        store = ec.EmbeddingStore(
+            [ec.TableConfig("t", None, 4)], [ec.tiers.Ram(rows=CACHE, policy="lookahead"), ec.tiers.Ram()]
+        )
+        length = torch.ones(BATCH, dtype=torch.int64)
+        batches = (
+            ec.KeyedJaggedTensor(["t"], torch.from_numpy(ids), lengths=length) for _, ids in power_law(1.05, 400)
+        )
+        for _ in store.lookahead(batches, 0, window=window):
+            pass
+        stats = store.front.stats()
+        rates[window] = stats["ids_hit"] / stats["ids"]
+    assert rates[0] + 0.02 < rates[63]
+    assert abs(rates[63] - rates[150]) < 0.01
 
 
 def test_decay_follows_a_drift_that_lfu_lags_behind() -> None:
