@@ -46,7 +46,10 @@ def repair(
         elif bad is not None:
             mapped.append((t, bad.nonzero().flatten() + at[i]))
         if table.padding_idx is not None and table.pooling != "none":
-            keep[at[i] : at[i + 1]] &= ids != table.padding_idx
+            padding = ids == table.padding_idx
+            if bad is not None and table.out_of_range == "map" and table.reserved_row == table.padding_idx:
+                padding |= bad  # the row that absent ids read contributes nothing and is never trained
+            keep[at[i] : at[i + 1]] &= ~padding
     if mapped:
         values = values.clone()
         for t, positions in mapped:

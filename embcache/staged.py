@@ -17,9 +17,13 @@ from .jagged import KeyedJaggedTensor
 from .layout import BAGS, FIRST, OFFSET, POOL, STRIDE, SUM, TABLE, TENSOR, PartLayout
 
 
-def _version(tensor: Tensor) -> int:
+def _version(tensor: Tensor | None) -> int:
     """Counts torch's writes to the tensor (inference tensors have no count)."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(_version(tensor) for tensor in tensors)
 
 
 class Part:
@@ -36,7 +40,13 @@ class Part:
     """
 
     def __init__(
-        self, layout: PartLayout, batch: KeyedJaggedTensor, front: Front, training: bool, overflow: bool
+        self,
+        layout: PartLayout,
+        batch: KeyedJaggedTensor,
+        given: KeyedJaggedTensor,
+        front: Front,
+        training: bool,
+        overflow: bool,
     ) -> None:
         self.layout = layout
         self.weights = batch.weights_or_none()
@@ -53,8 +63,11 @@ class Part:
             self.shape = (self.numel,)
         self.open, self.training = True, training
         self._values = batch.values()
-        self._seen = _version(batch.values()), _version(batch.offsets())
         self._offsets = batch.offsets()
+        self._seen = _versions(self._values, self._offsets)
+        # where ids had to be repaired, a copy is read: whether it still holds shows in what the caller gave
+        self._given = given.values(), given.offsets(), given.weights_or_none()
+        self._given_seen = _versions(*self._given)
         self._front = front
         self.lease = front.stage(self.features, batch.values(), self.offsets, training, overflow=overflow)
         self._holders = 1
@@ -76,12 +89,11 @@ class Part:
 
     def serves(self, front: Front) -> bool:
         """Whether it can be read, from ``front``, for the ids as they are now."""
-        same = self._seen == (_version(self._values), _version(self._offsets))
-        return self.open and self._front is front and same
+        return self.open and self._front is front and self._given_seen == _versions(*self._given)
 
     def check_unchanged(self) -> None:
         """Raise where the ids were overwritten since the batch was staged, by a loader that reuses memory say."""
-        if self._seen != (_version(self._values), _version(self._offsets)):
+        if self._seen != _versions(self._values, self._offsets):
             raise StaleLookup("the ids of a batch were changed in place between its lookup and step()")
 
     def slots(self, redirected: Tensor | None = None) -> Tensor:
