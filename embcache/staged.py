@@ -97,8 +97,8 @@ class Part:
             raise StaleLookup("the ids of a batch were changed in place between its lookup and step()")
 
     def slots(self, redirected: Tensor | None = None) -> Tensor:
-        """The slot of each id; the rows are resident and pinned afterwards. ``redirected``: slots to use in their place,
-        since of ids that are not admitted yet another slot takes the update."""
+        """The slot of each id; the rows are resident and pinned afterwards. ``redirected``: slots to use in their
+        place, since of ids that are not admitted yet another slot takes the update."""
         return self._front.slots(self.lease) if redirected is None else redirected
 
     def relax(self) -> None:

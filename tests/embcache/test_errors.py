@@ -11,7 +11,7 @@ from jagged_twins import jagged
 
 import embcache as ec
 from embcache import errors
-from embcache.errors import BadConfig, IdOutOfRange, NotSupported, StaleLookup, TableTooLarge
+from embcache.errors import BadConfig, IdOutOfRange, NotSupported, StaleLookup
 
 
 def snapshot(store: ec.EmbeddingStore) -> dict[str, torch.Tensor]:
@@ -129,17 +129,15 @@ def test_store_refuses() -> None:
         ec.EmbeddingStore([t, ec.TableConfig("u", 10, 4, features=["t"])])
     with pytest.raises(BadConfig, match=r"tables\[0\] = 'x', must be a TableConfig"):
         ec.EmbeddingStore(["x"])  # type: ignore[list-item]
-    with pytest.raises(NotSupported, match="table 't': an unbounded table"):
-        ec.EmbeddingStore([ec.TableConfig("t", None, 4)])
-    with pytest.raises(NotSupported, match="a chain of 2 tiers"):
-        ec.EmbeddingStore([t], tiers=[ec.tiers.Ram(), ec.tiers.Ram()])
-    for name, value in (("rows", 5), ("bytes", 100), ("policy", "lfu")):
-        with pytest.raises(NotSupported, match=rf"tiers.Ram\({name}=...\)"):
-            ec.tiers.Ram(**{name: value})
-    tier = ec.tiers.Ram()
-    ec.EmbeddingStore([t], tiers=[tier])
-    with pytest.raises(BadConfig, match="already serves another store"):
-        ec.EmbeddingStore([t], tiers=[tier])
+    ram = ec.tiers.Ram
+    for tiers, message in (
+        ([], "at least one tier"),
+        ([ram(), ram()], r"tiers\[0\] = Ram\(\): over another tier it needs rows= or bytes="),
+        ([ram(rows=5)], r"tiers\[0\] = Ram\(rows=5, policy='lfu'\): .* are for a cache over a tier below"),
+        ([ram(rows={"u": 5}), ram()], r"must name each of the tables \['t'\] and no other"),
+    ):
+        with pytest.raises(BadConfig, match=message):
+            ec.EmbeddingStore([t], tiers=tiers)
     with pytest.raises(ValueError, match="'cuda', must be 'auto', 'native' or 'reference'"):
         ec.EmbeddingStore([t], backend="cuda")
     with pytest.raises(BadConfig, match="give tiers and backend to the store"):
@@ -148,11 +146,13 @@ def test_store_refuses() -> None:
         ec.EmbeddingBagCollection([ec.TableConfig("u", 10, 4)], store=ec.EmbeddingStore([t]))
 
 
-def test_a_table_larger_than_memory_is_refused_before_it_is_allocated() -> None:
-    with pytest.raises(TableTooLarge, match=r"tables \['t'\] need 4,096,000,000,000,000 bytes of memory, [\d,]+ are"):
-        ec.EmbeddingStore([ec.TableConfig("t", 10**12, 1024)])
-    with pytest.raises(MemoryError):
-        ec.EmbeddingStore([ec.TableConfig("t", 10**12, 1024)])
+def test_a_table_larger_than_memory_keeps_only_what_is_used() -> None:
+    store = ec.EmbeddingStore([ec.TableConfig("t", 10**12, 1024)])
+    with pytest.raises(NotSupported, match="table 't' does not lie whole in memory: use read_rows"):
+        store.weight("t")
+    kjt = ec.KeyedJaggedTensor(["t"], torch.tensor([10**12 - 1]), lengths=torch.tensor([1]))
+    with store.stage(kjt) as handle:
+        assert torch.equal(store.lookup(handle)["t"], store.read_rows("t", kjt.values())[0])
 
 
 def test_a_released_handle_is_refused() -> None:
