@@ -3,6 +3,7 @@ batches made by two loader processes. Every state it may come back with is known
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import embcache as ec
 
+warnings.filterwarnings("ignore", "table .* staged batches need")  # small caches are the point
 STEPS, ROWS, BAGS, WIDTH = 120, 400, 16, 12
 FAR = np.array([-(2**63), 2**63 - 1, -1, 2**40], np.int64)
 
