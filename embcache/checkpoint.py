@@ -24,6 +24,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,12 +153,13 @@ class Checkpoints:
         """
         self.wait()
         self._check_stores(stores)
+        noted = _plain(notes)
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._writing:
             self.generations = self._read_manifest()
             self._sweep()
         number = self.generations[-1].number + 1 if self.generations else 1
-        generation = Generation(number, notes or {}, best, 0)
+        generation = Generation(number, noted, best, 0)
         folder = self.folder / generation.name
         folder.mkdir()
         try:
@@ -223,7 +225,7 @@ class Checkpoints:
         for store in stores:
             store.committed(generation.number)
             if store.durable is not None:
-                store.durable.sealed(generation.number, horizon)
+                store.durable.sealed(generation.number, horizon, [g.number for g in self.generations])
         return generation
 
     def _prepare(self, folder: Path, state: Any, stores: Sequence[Savable]) -> Callable[[], int]:
@@ -320,11 +322,16 @@ class Checkpoints:
         return state
 
     def find(self, which: str | int) -> Generation:
-        """A generation by "latest", "best" or number; FileNotFoundError where there is none."""
-        if isinstance(which, int):
+        """A generation by "latest", "best" or number; FileNotFoundError where there is none, BadConfig for what is
+        neither."""
+        if which == "latest":
+            found = self.latest
+        elif which == "best":
+            found = self.best
+        elif isinstance(which, Integral) and not isinstance(which, bool):
             found = next((g for g in self.generations if g.number == which), None)
         else:
-            found = self.best if which == "best" else self.latest
+            raise BadConfig(f"generation {which!r} of {self.folder}: must be 'latest', 'best' or a number")
         if found is None:
             raise FileNotFoundError(f"{self.folder} holds no checkpoint{'' if which == 'latest' else f' {which}'}")
         return found
@@ -416,6 +423,17 @@ def _parsed(path: Path, data: bytes) -> dict[str, Any]:
     if value.get("version") != VERSION:
         raise CorruptStore(f"{path} has format version {value.get('version')}, which only versions before 0.2 read")
     return value
+
+
+def _plain(notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Notes as they will be read again (keys become strings, tuples lists), so that checksums of both agree."""
+    try:
+        plain = json.loads(json.dumps(notes or {}, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise BadConfig(f"notes = {notes!r}, must be plain JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise BadConfig(f"notes = {notes!r}, must be a dict")
+    return plain
 
 
 def _check(body: dict[str, Any]) -> int:

@@ -68,6 +68,8 @@ class EmbeddingStore(StoreDisk):
         self, tables: Sequence[TableConfig], tiers: Sequence[Any] | None = None, *, backend: str = "auto"
     ) -> None:
         self.tables = check_tables(tables)
+        if tiers is not None and not isinstance(tiers, Sequence):
+            raise BadConfig(f"tiers = {tiers!r}, must be a list of tiers, fastest first")
         self.tiers = [Ram()] if tiers is None else list(tiers)
         self.backend = backend
         self.kernels = kernels.get(cast(Any, backend))
@@ -202,7 +204,7 @@ class EmbeddingStore(StoreDisk):
         ``LookAhead``."""
 
         def stage(jagged: Any, overflow: bool) -> Handle:
-            there = set(jagged.keys())
+            there = set(KeyedJaggedTensor.adopt(jagged).keys())
             features = tuple(name for name in self.layouts.all_features if name in there)
             return self.stage(jagged, features, training=training, overflow=overflow)
 
@@ -403,6 +405,7 @@ class EmbeddingStore(StoreDisk):
         """Counters for people: batches and ids staged, rows updated; per table steps, ids dropped and mapped, rows
         written; ``cache``: unique ids, hits, misses, evictions, seconds by stage; ``tiers``: rows and bytes moved by
         each tier below. Counting written rows reads through the tiers."""
+        self.require_usable()
         tables = {
             name: {"steps": step, "dropped": c.dropped, "mapped": c.mapped, "rows_written": self.front.count_written(t)}
             for t, (name, step, c) in enumerate(zip(self.names, self.steps, self.counts, strict=True))
@@ -417,6 +420,7 @@ class EmbeddingStore(StoreDisk):
 
     def traffic(self) -> dict[str, Any]:
         """The part of ``stats`` that costs nothing to ask for: ``cache`` and ``tiers``."""
+        self.require_usable()
         return {"cache": self.front.stats(), "tiers": [tier.stats() for tier in self.front.below]}
 
     def _settled(self) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from . import records, tablefile
 from .cache import Front
 from .config import TableConfig
-from .errors import BadConfig, ForkError, IdOutOfRange, NotSupported, SchemaMismatch, StoreClosed
+from .errors import BadConfig, BadJaggedType, ForkError, IdOutOfRange, NotSupported, SchemaMismatch, StoreClosed
+from .jagged_checks import INDEX_DTYPES
 
 BLOCK = 65536
 CLOSED = -1
@@ -92,6 +93,9 @@ class StoreRows:
     # rows by id -------------------------------------------------------------------------------------------------
 
     def _checked(self, t: int, ids: Tensor) -> Tensor:
+        if not isinstance(ids, Tensor) or ids.dtype not in INDEX_DTYPES:
+            kind = ids.dtype if isinstance(ids, Tensor) else f"type {type(ids).__name__}"
+            raise BadJaggedType(f"ids of table {self.names[t]!r} have {kind}, must be torch.int32 or torch.int64")
         ids = ids.detach().to(torch.int64).reshape(-1)
         rows = self.tables[t].num_embeddings
         if rows is not None:
@@ -131,6 +135,7 @@ class StoreRows:
         """(ids int64 [n], weights [n, D], state fp32 [n, floats]) of the rows that differ from their initial values,
         n <= ``block``, ids ascending (as unsigned numbers); copies."""
         t = self.index(table)
+        _check_block(block)
         for ids, rows in self.raw_rows(t, block):
             parts = records.split(self.tables[t], rows)
             yield ids, parts["weight"], parts["state"]
@@ -144,6 +149,7 @@ class StoreRows:
         """(ids, weights, state) of all rows of a bounded table, ``block`` at a time, ids ascending; of an unbounded
         table, its written rows. To be read at once: some are views."""
         t = self.index(table)
+        _check_block(block)
         rows = self.tables[t].num_embeddings
         if rows is None:
             yield from self.written_rows(table, block)
@@ -326,3 +332,8 @@ def _form(tensor: Tensor) -> Form:
 def _matches(mine: Form, saved: Form) -> bool:
     same = len(mine[0]) == len(saved[0]) and all(a in (None, b) for a, b in zip(mine[0], saved[0], strict=True))
     return same and mine[1] == saved[1]
+
+
+def _check_block(block: int) -> None:
+    if block < 1:
+        raise BadConfig(f"block = {block}, must be at least 1")

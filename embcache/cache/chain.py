@@ -39,6 +39,8 @@ def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: Mod
         if not tier.bounded:
             raise BadConfig(f"tiers[{k}] = {tier!r}: over another tier it needs rows= or bytes=")
     last = tiers[-1]
+    if not isinstance(last, Ram) and not hasattr(last, "scan"):
+        raise BadConfig(f"tiers[{len(tiers) - 1}] = {last!r}: the last tier holds every row, Ram() or Lmdb(path)")
     if isinstance(last, Ram) and last.bounded:
         raise BadConfig(
             f"tiers[{len(tiers) - 1}] = {last!r}: rows=, bytes= and policy= are for a cache over a tier below"
@@ -51,7 +53,7 @@ def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: Mod
         )
     below = _below(tables, tiers)
     try:
-        rows = tiers[0].split(tables, ROW_EXTRA)
+        rows = _rows(tiers[0], tables)
         return _fitting(
             lambda part: Front(
                 tables,
@@ -75,7 +77,7 @@ def _below(tables: Sequence[TableConfig], tiers: Sequence[Any]) -> list[BackTier
     chain[0].open(tables)
     try:
         for tier in reversed(tiers[1:-1]):
-            middle = Middle(tier.split(tables, ROW_EXTRA), tier.policy, chain[0])
+            middle = Middle(_rows(tier, tables), tier.policy, chain[0])
             middle.open(tables)
             chain.insert(0, middle)
     except BaseException:
@@ -83,6 +85,15 @@ def _below(tables: Sequence[TableConfig], tiers: Sequence[Any]) -> list[BackTier
             tier.close()
         raise
     return chain
+
+
+def _rows(tier: Ram, tables: Sequence[TableConfig]) -> list[int]:
+    """Rows that a cache keeps of each table."""
+    rows = [min(n, t.num_embeddings or n) for n, t in zip(tier.split(tables, ROW_EXTRA), tables, strict=True)]
+    for n, table in zip(rows, tables, strict=True):
+        if n >= MOST_SLOTS:
+            raise BadConfig(f"{tier!r}: a cache of {n:,} rows of table {table.name!r}, at most {MOST_SLOTS - 1:,} fit")
+    return rows
 
 
 def _fitting(build: Callable[[int], Front]) -> Front:
@@ -133,7 +144,6 @@ def _growing(t: int, table: TableConfig, free: int | None, tables: int, overflow
 
 
 def _cached(t: int, table: TableConfig, rows: int, overflow: int, policy: Any, below: BackTier) -> HotTable:
-    rows = min(rows, table.num_embeddings or rows)
     return HotTable(t, table, rows, min(overflow, MOST_SLOTS - rows), policy, below)
 
 
