@@ -299,11 +299,20 @@ def _import_table(options: argparse.Namespace) -> int:
     return 0
 
 
+def _purge(store: EmbeddingStore) -> None:
+    """Rows that have expired leave the disk, in a generation that is otherwise the last one."""
+    if any(table.expiry is not None for table in store.tables):
+        latest, state = store.checkpoints.find("latest"), store.restore()
+        if store.front.purge():
+            store.commit(state, notes=latest.notes, keep="best" if latest.best else None)
+
+
 def _compact(options: argparse.Namespace) -> int:
     _checkpoints(options.path)
     base = options.path / BASE
     with EmbeddingStore.open(options.path, rows=CACHED) as store:
         before = base.stat().st_size
+        _purge(store)
         _tier(store).compact()
     _say(f"{options.path}: {human(before)} before, {human(base.stat().st_size)} now")
     return 0

@@ -85,9 +85,9 @@ class DurableTier(BackTier, Protocol):
     def changed_since(self, table: int, generation: int) -> np.ndarray | None:
         """Keys (ascending as unsigned numbers, each once) written or deleted after a generation; None: not known."""
 
-    def sealed(self, number: int, horizon: int) -> None:
+    def sealed(self, number: int, horizon: int, kept: Sequence[int] = ()) -> None:
         """The manifest names generation ``number``; no generation before ``horizon`` will be asked for again, so rows
-        up to it may be merged, in the background."""
+        up to it may be merged, in the background. ``kept``: all generations that may be asked for."""
 
     on_merged: Callable[[], None]
     """Called (from a background thread) when rows have been merged, before the files they came from are removed: the

@@ -48,7 +48,7 @@ def rows(path):
                 for ids, block in opened.raw_rows(t, 64)
                 for i, row in zip(ids, block, strict=True)
             }
-            for t in range(2)
+            for t in range(len(opened.tables))
         ]
 
 
@@ -189,6 +189,25 @@ def test_compact(store, run):
     assert " before, " in out[0]
     assert rows(store) == before
     assert run("verify", store)[0] == 0
+
+
+def test_compact_removes_what_has_expired_and_keeps_the_rest_of_the_generation(tmp_path, run):
+    table = ec.TableConfig("a", None, 2, optimizer=ec.optim.SGD(lr=0.5), expiry=ec.Expiry(idle=2, every=1))
+    with ec.EmbeddingStore([table], [ec.tiers.Ram(rows=2), ec.tiers.Lmdb(tmp_path)]) as made:
+        for step in range(8):
+            batch = ec.KeyedJaggedTensor(["a"], torch.tensor([10 * step, 7]), lengths=torch.tensor([2]))
+            with made.stage(batch, training=True) as handle:
+                made.update(handle, {"a": torch.ones(1, 2)})
+            made.step()
+        made.commit({"dense": torch.ones(3)}, {"step": 8}, keep="best")
+        physical = made.front.below[-1].count(0)
+    before = rows(tmp_path)
+    assert run("compact", tmp_path)[0] == 0
+    assert rows(tmp_path) == before
+    with ec.EmbeddingStore.open(tmp_path, rows=2) as again:
+        assert again.front.below[-1].count(0) == again.count_written("a") < physical
+        assert torch.equal(again.restore("best")["dense"], torch.ones(3))
+        assert again.checkpoints.latest.notes == {"step": 8}
 
 
 # what goes wrong -------------------------------------------------------------------------------------------------
