@@ -106,7 +106,7 @@ class Checkpoints:
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
         if keep < 1:
             raise ValueError(f"keep = {keep}, must be at least 1")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the process may change its directory
         self.keep = keep
         self.lineage = ""
         """Random, made with the folder's first generation: tells these generations from those of any other folder."""
@@ -199,6 +199,8 @@ class Checkpoints:
                 raise BadConfig(
                     f"a store on disk keeps its generations in its own folder {durable.folder}, not in {self.folder}"
                 )
+            if durable is not None and self._lock is not None and not self._lock.current():
+                raise CorruptStore(f"{self.folder} was moved, removed or replaced while it was open")
         if sum(store.durable is not None for store in stores) > 1:
             raise BadConfig("at most one store on disk can be saved together: put all tables into one store")
 

@@ -34,7 +34,7 @@ class FolderLock:
         """The lock on an existing folder."""
         key = (os.getpid(), str(path.resolve()))
         lock = cls._held.get(key)
-        if lock is None or not lock._current():
+        if lock is None or not lock.current():
             lock = cls._held[key] = cls(path)
         return lock
 
@@ -62,7 +62,7 @@ class FolderLock:
             lock._file.close()
         cls._held.clear()
 
-    def _current(self) -> bool:
+    def current(self) -> bool:
         """Whether the file that is locked is still the one in the folder (which may have been removed and remade)."""
         if self._file.closed:
             return False

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..errors import BadConfig, CorruptStore, ForkError, FormatVersion, StorageFull
+from ..errors import BadConfig, CorruptStore, ForkError, FormatVersion, SchemaMismatch, StorageFull
 from ..kernels import btree
 from . import merge_rows
 from .mapping import Mapping
@@ -142,7 +142,9 @@ class BaseFile:
                     raise FormatVersion(str(self.path), int(version), VERSION)
                 found = txn.get(b"tables", db=self.meta)
             if found != shape:
-                raise CorruptStore(f"{self.path} holds tables with rows of {found!r} bytes, expected {shape!r}")
+                raise SchemaMismatch(
+                    f"bytes of a row of each table in {self.path}", (found or b"").decode(), shape.decode()
+                )
             names = [b"rows-%d" % t for t in range(len(self.row_bytes))]
             self.tables = [self.env.open_db(n, integerkey=True, create=False) for n in names]
         except lmdb.Error as error:

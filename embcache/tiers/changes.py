@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ class Changes:
                 return np.frombuffer(body, np.uint64, n, at)
             at += 8 * n
         return np.zeros(0, np.uint64)
+
+    def problems(self) -> Iterator[str]:
+        """A line for each file that is not what was written."""
+        for _, _, path in self._files():
+            try:
+                self._keys(path, 0)
+            except CorruptStore as error:
+                yield str(error)
+            except FileNotFoundError:  # trimmed meanwhile
+                continue
 
     def trim(self) -> None:
         """Keep the newest files, up to the limit in bytes."""

@@ -87,7 +87,9 @@ class Lmdb:
         for what, value in (("overlay_bytes", overlay_bytes), ("changes_bytes", changes_bytes)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise BadConfig(f"tiers.Lmdb: {what} = {value!r}, must be an integer >= 1")
-        self.folder = Path(path)
+        if not os.fspath(path):
+            raise BadConfig("tiers.Lmdb: path = '', must name a folder")
+        self.folder = Path(path).absolute()  # the process may change its directory
         self.readonly, self.overlay_bytes, self.changes_bytes = readonly, overlay_bytes, changes_bytes
         self.on_merged: Callable[[], None] = _nothing
         self._merger: Merger | None = None
@@ -464,6 +466,7 @@ class Lmdb:
                     segment.verify()
                 except CorruptStore as error:
                     yield str(error)
+        yield from self._changes.problems()
         with self._snapshot() as snapshot:
             for t, size in enumerate(self._row_bytes):
                 yield from scanning.problems(snapshot, t, size)
