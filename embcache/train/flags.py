@@ -47,7 +47,10 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None, description: str
     Run(lr=0.1, layers=(8, 4), compile=True)
     """
     parser = argparse.ArgumentParser(
-        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="%(prog)s [--help] [--FLAG VALUE ...]",  # the list of all flags would hide the message after it
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="take the values of this config.yaml as defaults")
     known = {f.name: (f, hint) for f, hint, _ in _walk(cls)}
@@ -138,7 +141,7 @@ def _argument(f: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         item = typing.get_args(kind)[0]
 
         def items(text: str) -> tuple[Any, ...]:
-            return tuple(item(part) for part in text.split(",") if part)
+            return tuple(_scalar(item)(part) for part in text.split(",") if part)
 
         items.__name__ = f"comma-separated {item.__name__}"
         return {"type": items, "metavar": f"{item.__name__.upper()},…", "help": help_text}

@@ -21,7 +21,7 @@ from embcache.train.flags import flatten, save_yaml
 from embcache.train.loop import Trainer
 from embcache.train.observe import Console, History, Observer, TensorBoard, read_history
 from embcache.train.report import RunRecord, TableFacts, machine_facts, write_report
-from embcache.train.storage import StorageConfig, disk_bytes
+from embcache.train.storage import StorageConfig, checkpoint_folder, disk_bytes
 from embcache.train.task import BatchSource, Evaluation
 
 __all__ = ["Result", "finish", "observers", "open_run"]
@@ -29,7 +29,7 @@ __all__ = ["Result", "finish", "observers", "open_run"]
 # What a resumed run may change: none of it takes part in what the next steps compute.
 FREE = {"out", "resume", "steps", "epochs", "eval_every", "checkpoint_every", "keep", "patience", "min_delta"}
 FREE |= {"test_weights", "log_every", "tensorboard", "threads", "eval_batch_size", "workers"}
-FREE |= {"cache_rows", "cache_bytes", "policy", "depth", "window"}
+FREE |= {"tiers", "store", "cache_rows", "cache_bytes", "policy", "depth", "window"}
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,19 @@ def open_run(train: TrainConfig, config: Any, storage: StorageConfig | None = No
     """Make or reopen the run's folder and save ``config.yaml`` there; gives the checkpoints of the run, which lie with
     the rows where ``storage`` keeps those on disk.
 
-    Raises FileExistsError when the folder holds a run and ``--resume`` was not given, StoreLocked when another process
-    trains there, and SchemaMismatch when a resumed run changes a setting that its past depends on.
+    Raises FileExistsError when the folder holds a run and ``--resume`` was not given, FileNotFoundError when a resumed
+    run's checkpoints lie elsewhere, StoreLocked when another process trains there, and SchemaMismatch when a resumed
+    run changes a setting that its past depends on.
     """
     train.out.mkdir(parents=True, exist_ok=True)
-    folder = (storage or StorageConfig()).folder(train.out)
+    folder, saved = (storage or StorageConfig()).folder(train.out), train.out / "config.yaml"
     checkpoints = Checkpoints(folder, keep=train.keep)
+    _check_place(train, checkpoints, _folder_before(saved, folder))
     checkpoints.claim()
     if not train.resume and checkpoints.latest is not None:
         where = train.out if folder.is_relative_to(train.out) else folder
         flag = "--out" if where == train.out else "--store"
         raise FileExistsError(f"{where} already holds a run: go on with it (--resume) or give another {flag}")
-    saved = train.out / "config.yaml"
     if checkpoints.latest is not None and saved.exists():
         _check_same(saved, flatten(config))
     save_yaml(config, saved)
@@ -164,12 +165,40 @@ def _summary(trainer: Trainer, progress: Any) -> str:
     return text + "."
 
 
-def _check_same(path: Path, now: dict[str, Any]) -> None:
+def _check_place(train: TrainConfig, here: Checkpoints, before: Path) -> None:
+    """The run in ``--out`` has its checkpoints here, or they were moved here, or it has none."""
+    if before.resolve() == here.folder.resolve():
+        return
+    if Checkpoints(before).latest is not None:
+        if not train.resume:
+            raise FileExistsError(f"{train.out} already holds a run, with its checkpoints in {before}: go on with it "
+                                  "(--resume, and its --tiers and --store) or give another --out")  # fmt: skip
+    elif not train.resume or here.latest is not None:
+        return
+    raise FileNotFoundError(f"--resume: the run in {train.out} has its checkpoints in {before}, not in {here.folder}: "
+                            "give its --tiers and --store")  # fmt: skip
+
+
+def _folder_before(path: Path, otherwise: Path) -> Path:
+    """Where the run whose configuration lies at ``path`` has its checkpoints."""
+    before = _load(path) if path.exists() else None
+    tiers, store = (before or {}).get("tiers"), (before or {}).get("store")
+    if not tiers or not isinstance(tiers, list) or not isinstance(store, str | None):
+        return otherwise
+    return checkpoint_folder(tiers, store, path.parent)
+
+
+def _load(path: Path) -> dict[str, Any] | None:
     try:
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
-        before = None
-    if not isinstance(before, dict):
+        return None
+    return loaded if isinstance(loaded, dict) else None
+
+
+def _check_same(path: Path, now: dict[str, Any]) -> None:
+    before = _load(path)
+    if before is None:
         raise CorruptStore(f"{path} is not the configuration of a run")
     # The length of the run is free where the learning rate does not follow it.
     free = FREE if now.get("lr_schedule") == "constant" else FREE - {"steps", "epochs"}

@@ -14,7 +14,7 @@ from embcache.tiers import Lmdb, Ram
 from embcache.train.flags import flag
 from embcache.train.task import BatchSource, Task
 
-__all__ = ["StagedBatches", "StorageConfig", "Traffic", "disk_bytes", "parse_bytes"]
+__all__ = ["StagedBatches", "StorageConfig", "Traffic", "checkpoint_folder", "disk_bytes", "parse_bytes"]
 
 
 def parse_bytes(text: str) -> int:
@@ -37,6 +37,17 @@ def disk_bytes(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):  # merged and removed meanwhile
             total += path.lstat().st_blocks * 512
     return total
+
+
+def checkpoint_folder(tiers: Sequence[str], store: str | Path | None, out: Path) -> Path:
+    """Where the checkpoints of a run in ``out`` are, by its settings.
+
+    >>> checkpoint_folder(["ram", "lmdb"], None, Path("run")), checkpoint_folder(["ram"], None, Path("run"))
+    (PosixPath('run/store'), PosixPath('run/checkpoints'))
+    """
+    if tiers[-1] == "lmdb":
+        return Path(store) if store is not None else out / "store"
+    return out / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class StorageConfig:
 
     def folder(self, out: Path) -> Path:
         """Where the checkpoints of a run in ``out`` are: with the rows, where those are on disk."""
-        return (self.store or out / "store") if self.on_disk else out / "checkpoints"
+        return checkpoint_folder(self.tiers, self.store, out)
 
     def chain(self, out: Path) -> list[Any]:
         """Descriptions of the tiers of a run in ``out``."""

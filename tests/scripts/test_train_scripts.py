@@ -275,6 +275,40 @@ def test_an_existing_run_is_not_overwritten(script, criteo_log, tmp_path):
     script("train_criteo", *flags, "--resume", "--steps", 4)
 
 
+def test_a_run_has_one_place_for_its_checkpoints(script, criteo_log, tmp_path):
+    """Other tiers or another --store neither begin a second run in the folder nor resume from nothing."""
+    flags = ["--data", criteo_log, "--columns", tmp_path / "columns", *SMALL, *DLRM, "--steps", 2]
+    script("train_criteo", *flags, "--out", tmp_path / "ram")
+    script("train_criteo", *flags, "--out", tmp_path / "disk", *CACHED)
+    for out, other in (("ram", CACHED), ("disk", []), ("disk", [*CACHED, "--store", tmp_path / "elsewhere"])):
+        files = sorted(p for p in (tmp_path / out).rglob("*"))
+        config = (tmp_path / out / "config.yaml").read_bytes()
+        place = tmp_path / out / ("checkpoints" if out == "ram" else "store")
+        with pytest.raises(FileExistsError, match=f"{out} already holds a run, with its checkpoints in {place}: go on"):
+            script("train_criteo", *flags, "--out", tmp_path / out, *other)
+        with pytest.raises(FileNotFoundError, match=f"--resume: the run in .*{out} has its checkpoints in {place}"):
+            script("train_criteo", *flags, "--out", tmp_path / out, *other, "--resume")
+        assert (tmp_path / out / "config.yaml").read_bytes() == config
+        assert sorted(p for p in (tmp_path / out).rglob("*")) == files
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_resumed_run_finds_its_store_where_it_was_moved(script, criteo_log, tmp_path):
+    flags = ["--data", criteo_log, "--columns", tmp_path / "columns", *SMALL, *DLRM, "--split", "last:0,0.2"]
+    _, whole = script("train_criteo", *flags, "--steps", 6, "--out", tmp_path / "whole", *CACHED)
+    out = tmp_path / "moved"
+    script("train_criteo", *flags, "--steps", 2, "--out", out, *CACHED, "--store", tmp_path / "one")
+    (tmp_path / "one").rename(tmp_path / "two")
+    with pytest.raises(FileNotFoundError, match=r"has its checkpoints in .*one, not in .*three"):
+        script("train_criteo", *flags, "--steps", 6, "--out", out, *CACHED, "--store", tmp_path / "three", "--resume")
+    other = ["--tiers", "ram,ram,lmdb", "--cache-rows", "9,40", "--store", tmp_path / "two"]
+    script("train_criteo", *flags, "--steps", 4, "--out", out, *other, "--resume")
+    _, resumed = script("train_criteo", *flags, "--steps", 6, "--out", out, *CACHED, *other[-2:], "--resume")
+    assert {**resumed, "loss": 0} == {**whole, "loss": 0}  # the loss is of the steps since it was last noted
+    rows = [blocks_of(tmp_path / name) for name in ("whole/store", "two")]
+    assert all(torch.equal(x, y) for x, y in zip(*rows, strict=True))
+
+
 # messages --------------------------------------------------------------------------------------------------------
 
 

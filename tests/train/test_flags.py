@@ -36,7 +36,7 @@ class Run:
 def test_defaults_and_values():
     run = parse(Run, ["--data", "x"])
     assert run == Run(Path("x"))
-    argv = "--data x --steps 1e3 --sizes 8,4 --compile --no-quiet --lr 1e-3 --rule sgd"
+    argv = "--data x --steps 1e3 --sizes 8,4e0 --compile --no-quiet --lr 1e-3 --rule sgd"
     run = parse(Run, argv.split())
     assert run == Run(Path("x"), 1000, (8, 4), True, False, Inner(1e-3, "sgd"))
     assert parse(Run, ["--data", "x", "--steps", "8_000_000_000"]).steps == 8_000_000_000
