@@ -12,6 +12,7 @@ import dataclasses
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
@@ -243,9 +244,20 @@ def run(main: Callable[[Config], None], cls: type[Config], description: str | No
     other exception keeps its traceback.
     """
     config = parse(cls, description=description)
+    warnings.formatwarning, before = _one_line, warnings.formatwarning
     try:
         main(config)
     except (EmbcacheError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: --resume goes on from the last checkpoint")
+    finally:
+        warnings.formatwarning = before
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """What a script says of a warning: its words, for they are meant for people; where it was raised is not."""
+    where = "warning" if category is UserWarning else f"{filename}:{lineno}: {category.__name__}"
+    return f"{where}: {message}\n"

@@ -1,12 +1,14 @@
 """Dataclasses as flags: types, defaults, groups, messages, and the way through config.yaml."""
 
+import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from embcache.train.flags import flag, flatten, load_yaml, parse, save_yaml
+from embcache.train.flags import flag, flatten, load_yaml, parse, run, save_yaml
 
 
 @dataclass(frozen=True)
@@ -105,3 +107,24 @@ def test_yaml_cannot_run_code(tmp_path):
     path.write_text("data: !!python/object/apply:os.system ['true']\n")
     with pytest.raises(Exception, match="python/object"):
         load_yaml(Run, path)
+
+
+def test_a_warning_is_a_line_of_words(capsys, monkeypatch):
+    """Of a script; what other libraries warn programmers of says where, and formats come back."""
+    monkeypatch.setattr(sys, "argv", ["run", "--data", "x"])
+    before = warnings.formatwarning
+
+    def main(config):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            shown = warnings.formatwarning
+            monkeypatch.setattr(warnings, "showwarning", lambda *args: sys.stderr.write(shown(*args[:4])))
+            warnings.warn("the cache holds 9 rows", stacklevel=1)
+            warnings.warn("use other", DeprecationWarning, stacklevel=1)
+
+    run(main, Run)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "warning: the cache holds 9 rows"
+    assert second.endswith(": DeprecationWarning: use other")
+    assert "test_flags.py:" in second
+    assert warnings.formatwarning is before
