@@ -81,7 +81,8 @@ def _verify_parser(commands: Any) -> None:
         "verify",
         help="read everything and compare it with its checksums",
         description="Read every byte of a store's generations, of checkpoints, or of an export, and compare it with "
-        "its checksums. A line for each thing that is damaged; exit status 1 if there is one.",
+        "its checksums; rows already merged into the base have none, of those order and number are checked. A line for "
+        "each thing that is damaged; exit status 1 if there is one.",
     )
     verify.add_argument("path", metavar="PATH", type=Path)
     verify.set_defaults(run=_verify)

@@ -56,7 +56,8 @@ class Expiry:
 
     After every ``every``-th step of the table a sweep at step s takes the rows whose last update is more than ``idle``
     steps ago (s - last > idle) and that were updated in fewer than ``below`` steps; a condition that is None is not
-    asked. Step and count are stored with the row, 8 bytes; loading a row without them counts as one update.
+    asked. Step and count are stored with the row, 8 bytes; a row that is loaded without them counts as updated in that
+    step, and often enough for ``below``.
     """
 
     idle: int | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from .cache.admission import admission_bytes
-from .cache.chain import ROW_EXTRA, direct_tables
+from .cache.chain import cached_rows, check_chain, direct_tables
 from .cache.policy import ScoreKeeper
 from .cache.slots import SlotArrays
 from .config import TableConfig, check_tables
@@ -134,6 +134,7 @@ def plan(
     Raises BadConfig as the store would.
     """
     tables = check_tables(tables)
+    check_chain(tiers)
     used = _expected(tables, expected)
     staged = _staged(tables, batch_size, depth, ids_per_sample)
     items: list[PlanItem] = []
@@ -204,9 +205,7 @@ def _grown(rows: int) -> int:
 
 def _cache(tier: int, tables: list[TableConfig], ram: Ram, staged: list[int] | None) -> list[PlanItem]:
     items: list[PlanItem] = []
-    shares = ram.split(tables, ROW_EXTRA)
-    for t, (table, share) in enumerate(zip(tables, shares, strict=True)):
-        rows = min(share, table.num_embeddings or share)
+    for t, (table, rows) in enumerate(zip(tables, cached_rows(ram, tables), strict=True)):
         entries = max(SMALLEST, 2 * rows)
         for structure, size in (
             ("rows", rows * table.row_bytes),

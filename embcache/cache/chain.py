@@ -25,12 +25,10 @@ OVERFLOW_BYTES = 64 << 30
 OVERFLOW_TOTAL = 4 << 40  # bytes of address space for the overflow extents of all tables
 
 
-def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: ModuleType) -> Front:
-    """The front of a chain of tiers, all of them opened.
-
-    ``[Ram()]``: bounded tables lie whole in memory, unless they do not fit; unbounded ones, and those, are hashed and
-    grow. A longer chain begins with bounded ``Ram(rows=...)`` or ``Ram(bytes=...)``; its last tier holds every row.
-    """
+def check_chain(tiers: Sequence[Any]) -> None:
+    """BadConfig unless the tiers can follow each other as they do."""
+    if not isinstance(tiers, Sequence):
+        raise BadConfig(f"tiers = {tiers!r}, must be a list of tiers, fastest first")
     if not tiers:
         raise BadConfig("tiers = [], must have at least one tier")
     for k, tier in enumerate(tiers[:-1]):
@@ -45,15 +43,24 @@ def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: Mod
         raise BadConfig(
             f"tiers[{len(tiers) - 1}] = {last!r}: rows=, bytes= and policy= are for a cache over a tier below"
         )
-    if len(tiers) == 1 and isinstance(last, Ram):
-        return _whole(tables, kernels)
-    if len(tiers) == 1:
+    if len(tiers) == 1 and not isinstance(last, Ram):
         raise BadConfig(
             f"tiers = [{last!r}]: lookups read memory, so the first tier is Ram(rows=...) or Ram(bytes=...)"
         )
+
+
+def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: ModuleType) -> Front:
+    """The front of a chain of tiers, all of them opened.
+
+    ``[Ram()]``: bounded tables lie whole in memory, unless they do not fit; unbounded ones, and those, are hashed and
+    grow. A longer chain begins with bounded ``Ram(rows=...)`` or ``Ram(bytes=...)``; its last tier holds every row.
+    """
+    check_chain(tiers)
+    if len(tiers) == 1:
+        return _whole(tables, kernels)
     below = _below(tables, tiers)
     try:
-        rows = _rows(tiers[0], tables)
+        rows = cached_rows(tiers[0], tables)
         return _fitting(
             lambda part: Front(
                 tables,
@@ -77,7 +84,7 @@ def _below(tables: Sequence[TableConfig], tiers: Sequence[Any]) -> list[BackTier
     chain[0].open(tables)
     try:
         for tier in reversed(tiers[1:-1]):
-            middle = Middle(_rows(tier, tables), tier.policy, chain[0])
+            middle = Middle(cached_rows(tier, tables), tier.policy, chain[0])
             middle.open(tables)
             chain.insert(0, middle)
     except BaseException:
@@ -87,7 +94,7 @@ def _below(tables: Sequence[TableConfig], tiers: Sequence[Any]) -> list[BackTier
     return chain
 
 
-def _rows(tier: Ram, tables: Sequence[TableConfig]) -> list[int]:
+def cached_rows(tier: Ram, tables: Sequence[TableConfig]) -> list[int]:
     """Rows that a cache keeps of each table."""
     rows = [min(n, t.num_embeddings or n) for n, t in zip(tier.split(tables, ROW_EXTRA), tables, strict=True)]
     for n, table in zip(rows, tables, strict=True):

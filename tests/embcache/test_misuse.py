@@ -29,6 +29,7 @@ def batch(*ids: int) -> ec.KeyedJaggedTensor:
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
+        ([], r"tiers = \[\], must have at least one tier"),
         (ec.tiers.Ram(), r"tiers = Ram\(\), must be a list of tiers"),
         ([ec.tiers.Ram(rows=5), "x"], r"tiers\[1\] = 'x': the last tier holds every row"),
         (
@@ -40,8 +41,9 @@ def batch(*ids: int) -> ec.KeyedJaggedTensor:
     ],
 )
 def test_chains_that_cannot_be(tiers: Any, message: str) -> None:
-    with pytest.raises(BadConfig, match=message):
-        ec.EmbeddingStore([ec.TableConfig("t", None, 4)], tiers)
+    for build in (ec.EmbeddingStore, ec.plan):
+        with pytest.raises(BadConfig, match=message):
+            build([ec.TableConfig("t", None, 4)], tiers)
 
 
 def test_a_cache_larger_than_its_table_is_as_large_as_the_table() -> None:

@@ -224,7 +224,7 @@ def test_it_reads_as_a_table():
         (([table()], [Ram()]), {"expected": 1.5}, r"expected = 1\.5"),
         (([table()], [Ram()]), {"batch_size": -1}, "batch_size = -1"),
         (([table()], [Ram()]), {"depth": "auto"}, "depth = 'auto'"),
-        (([table()], ["ram"]), {}, "'ram' is neither Ram nor Lmdb"),
+        (([table()], ["ram"]), {}, "= 'ram': the last tier holds every row"),
         (([table(), table()], [Ram()]), {}, "declared twice"),
     ],
 )
