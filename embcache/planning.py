@@ -20,6 +20,7 @@ from .cache.policy import ScoreKeeper
 from .cache.slots import SlotArrays
 from .config import TableConfig, check_tables
 from .errors import BadConfig
+from .kernels.bloom import filter_bytes
 from .kernels.index import ENTRY_BYTES, SMALLEST
 from .kernels.memory import available_bytes
 from .kernels.segments import stride_of
@@ -276,6 +277,9 @@ def _disk(tier: int, tables: list[TableConfig], lmdb: Lmdb, used: list[int | Non
         items.append(PlanItem(tier, "Lmdb", table.name, "overlay index", ENTRY_BYTES * _grown(part)))
         items.append(PlanItem(tier, "Lmdb", table.name, "segments", segments, disk=True))
         items.append(PlanItem(tier, "Lmdb", table.name, "base", base_bytes(rows, table.row_bytes), disk=True))
+    size = filter_bytes(total)  # read into memory whole; a merge writes it anew beside the old one
+    items.append(PlanItem(tier, "Lmdb", "", "filter of keys", size))
+    items.append(PlanItem(tier, "Lmdb", "", "filter of keys", 2 * size, disk=True))
     base = sum(item.bytes for item in items if item.structure == "base")
     rewritten = min(base, MERGED_ROWS * PAGE) + FEW_PAGES * PAGE  # a merge copies pages before it frees the old ones
     items.append(PlanItem(tier, "Lmdb", "", "base, free pages", rewritten, disk=True))

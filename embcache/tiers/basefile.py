@@ -160,6 +160,15 @@ class BaseFile:
         return owner
 
     @contextlib.contextmanager
+    def owned(self, owner: int) -> Iterator[bool]:
+        """Whether the base is still that owner's, with claims and merges of others locked out meanwhile."""
+        txn = self.env.begin(write=True)
+        try:
+            yield merge_rows.number(txn.get(merge_rows.OWNER, db=self.meta)) == owner
+        finally:
+            txn.abort()
+
+    @contextlib.contextmanager
     def writing(self) -> Iterator[Any]:
         """A write transaction; StorageFull where there is no room."""
         try:
@@ -226,6 +235,11 @@ class Snapshot:
         """The generation up to which every row has been merged."""
         return merge_rows.number(self._txn.get(merge_rows.MERGED, db=self._base.meta))
 
+    @property
+    def transaction(self) -> int:
+        """The number of the base's state; it grows with each transaction, until the base is compacted."""
+        return int(self._txn.id())
+
     def _root(self, table: int) -> tuple[int, int, int]:
         """(page number of a table's root, -1: empty; leaf pages; rows)."""
         known = self._roots.get(table)
@@ -242,9 +256,12 @@ class Snapshot:
             return int(self._txn.stat(self._base.tables[table])["entries"])
         return self._root(table)[2]
 
-    def fill(self, table: int, keys: np.ndarray, state: np.ndarray, out: np.ndarray | None) -> int:
+    def fill(
+        self, table: int, keys: np.ndarray, state: np.ndarray, out: np.ndarray | None, asked: int | None = None
+    ) -> int:
         """Copy the rows of keys whose state is 0 to ``out`` and set their state to MEMBER; how many there are.
-        ``out`` None: only the states. CorruptStore where the file is not what LMDB writes."""
+        ``out`` None: only the states; ``asked``: how many have state 0, where that is known. CorruptStore where the
+        file is not what LMDB writes."""
         if not self._base.walking:
             return self._fill_slowly(table, keys, state, out)
         root, number, _ = self._root(table)
@@ -252,7 +269,7 @@ class Snapshot:
             return 0
         address, size = self.map.address, self._base.page_size
         leaves = np.empty(len(keys), np.int64)
-        locate = btree.locate_few if _FEW * len(keys) < number else btree.locate
+        locate = btree.locate_few if _FEW * (len(keys) if asked is None else asked) < number else btree.locate
         found = locate(keys, state, address, size, self._pages, root, leaves)
         if found == 0:
             row_bytes, target = self._base.row_bytes[table], 0 if out is None else out.ctypes.data

@@ -206,14 +206,17 @@ class Lmdb:
         """Fill ``out`` with the rows that are there; bool [n] says which. CorruptStore if the base is damaged."""
         merger = self._check()
         began = time.perf_counter()
-        # first the overlay, then a snapshot: what a merge moves from one to the other is seen in one of them
+        # first the overlay, then the filter of the base's keys, then a snapshot: what a merge moves from the overlay to
+        # the base is seen in one of them, and passes the filter before the base holds it (presence.py)
         ordinals, view = self._overlays[table].look(keys)
         state, found = self._overlays[table].fill(ordinals, view, out)
         if found < len(keys) and merger.base_used:
-            with self._snapshot() as snapshot:
-                below = snapshot.fill(table, keys, state, out)
-            self._counters.add(rows_read_base=below)
-            found += below
+            asked = merger.presence.screen(table, keys, state)
+            if asked:
+                with self._snapshot() as snapshot:
+                    below = snapshot.fill(table, keys, state, out, asked)
+                self._counters.add(rows_asked_base=asked, rows_read_base=below)
+                found += below
         self._counters.add(
             rows_read=len(keys),
             rows_found=found,
@@ -247,8 +250,10 @@ class Lmdb:
     def _states(self, table: int, keys: np.ndarray) -> np.ndarray:
         ordinals, view = self._overlays[table].look(keys)
         state, _ = self._overlays[table].fill(ordinals, view, None)
-        with self._snapshot() as snapshot:
-            snapshot.fill(table, keys, state, None)
+        asked = self._check().presence.screen(table, keys, state)
+        if asked:
+            with self._snapshot() as snapshot:
+                snapshot.fill(table, keys, state, None, asked)
         return state
 
     def scan(self, table: int, block: int) -> Iterator[Block]:
@@ -368,13 +373,20 @@ class Lmdb:
             self._generation = told["generation"]
             merger.horizon, merger.kept, merger.merged, merger.base_used = 0, (), merged, seal > 0
             self._lineage = list(told["lineage"])
+            other = self.readonly and not merger.presence.serves(snapshot)
+            if other:
+                merger.presence.drop()  # no read may ask the next snapshot's filter and then look at this one
             held, self._held = self._held, snapshot if self.readonly else None
+            if other:
+                merger.presence.load(snapshot)
         if held is not None:
             held.close()
         if not self.readonly:
             snapshot.close()
             if not self._swept:
                 merger.owner = merger.base.claim()
+                with merger.base.snapshot() as mine:  # nobody else changes the base or its filter from here on
+                    merger.presence.load(mine)
                 self._sweep([told, *keep], merged)
                 self._swept = True
 
@@ -431,6 +443,7 @@ class Lmdb:
                 path.unlink(missing_ok=True)
         folds.sweep(named)
         self._changes.sweep(merged)
+        self._check().presence.sweep()
 
     # -- merging
 
@@ -446,14 +459,17 @@ class Lmdb:
     # -- looking after
 
     def stats(self) -> dict[str, float]:
-        """Counters since it was opened, and bytes: overlay_rows, overlay_bytes, index_bytes, base_bytes."""
-        base = self._check().base
+        """Counters since it was opened, and bytes: overlay_rows, overlay_bytes, index_bytes (memory), filter_bytes
+        (memory, and as much on the disk), base_bytes."""
+        merger = self._check()
+        base, presence = merger.base, merger.presence
         overlays = self._overlays
         return {
             **self._counters.values,
             "overlay_rows": float(sum(len(o) for o in overlays)),
             "overlay_bytes": float(sum(o.bytes for o in overlays)),
             "index_bytes": float(sum(o.index_bytes for o in overlays)),
+            "filter_bytes": float(presence.nbytes),
             "base_bytes": float(base.pages * base.page_size),
         }
 
@@ -478,10 +494,13 @@ class Lmdb:
         with self._gate.closed():
             merger.base = compact.rewrite(merger.base, self.folder, self._row_bytes)
             merger.owner = merger.base.claim()
+        merger.renew_presence()
 
     def info(self) -> dict[str, Any]:
-        """For people: generation, what is merged, rows and bytes."""
+        """For people: generation, what is merged, rows and bytes; ``filter_keys``: about how many keys the filter of
+        the base's keys holds (None: there is none until the next merge, or ``compact``)."""
         merger = self._check()
+        keyfilter = merger.presence.filter
         with self._snapshot() as snapshot:
             rows = [snapshot.count(t) for t in range(len(self._row_bytes))]
             seal = snapshot.seal
@@ -491,6 +510,7 @@ class Lmdb:
             "seal": seal,
             "base_rows": rows,
             "overlay_keys": [len(o) for o in self._overlays],
+            "filter_keys": None if keyfilter is None else len(keyfilter),
             "segments": sum(len(o.segments) for o in self._overlays),
             "last_merge_failure": None if merger.failure is None else str(merger.failure),
             **self.stats(),
@@ -504,6 +524,7 @@ def _make(path: Path, readonly: bool, overlay_bytes: int, changes_bytes: int) ->
 _COUNTERS = (
     "rows_read",
     "rows_found",
+    "rows_asked_base",
     "rows_read_base",
     "rows_written",
     "bytes_read",

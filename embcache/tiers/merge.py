@@ -21,6 +21,7 @@ from .basefile import READERS, BaseFile, full
 from .changes import Changes
 from .fold import SUFFIX, fold, runs
 from .overlay import Overlay
+from .presence import Presence
 from .segment import Segment
 
 __all__ = ["MergeFailed", "Merger", "run_merge"]
@@ -94,6 +95,9 @@ class Merger:
     failure: Exception | None = None
     _running: threading.Thread | None = None
 
+    def __post_init__(self) -> None:
+        self.presence = Presence(self.folder)
+
     def target(self) -> int:
         """The newest generation that has rows to merge and may be merged."""
         chain = [s.generation for o in self.overlays for s in list(o.segments)]
@@ -159,6 +163,8 @@ class Merger:
                 "target": target,
                 "segments": [s.describe() for s in chain],
             }
+        if not self.presence.prepare(self.base, self.owner, chain, target):
+            raise MergeFailed("another process owns the store")
         done = run_merge(self.base, job)
         with self.state:
             self.merged = target
@@ -177,6 +183,12 @@ class Merger:
                 segment.path.unlink(missing_ok=True)
                 segment.path.with_suffix(SUFFIX).unlink(missing_ok=True)
             self.changes.trim()
+
+    def renew_presence(self) -> None:
+        """A new filter of the base's keys, unless a merge runs, which needs the one that is there."""
+        with self.state:
+            if self._running is None:
+                self.presence.renew(self.base, self.owner)
 
     def _fold(self) -> None:
         """An old generation keeps rows from being merged: versions that no kept generation needs go."""

@@ -58,6 +58,19 @@ class Model:
             assert (out[~found] == 7).all()
 
 
+def unfiltered(tier: Any) -> list[int]:
+    """Keys of the base that an Lmdb tier's filter would hide, if it has one: there must be none."""
+    hidden = []
+    with tier._snapshot() as snapshot:
+        for t in range(len(tier._row_bytes)):
+            keys = np.empty(snapshot.count(t), np.int64)
+            assert snapshot.walk(t, 0, keys, None) == len(keys)
+            state = np.zeros(len(keys), np.uint8)
+            assert tier._merger.presence.screen(t, keys, state) == (state == 0).sum()
+            hidden += keys[state != 0].tolist()
+    return hidden
+
+
 def play(tier: DurableTier, model: Model, rng: np.random.Generator, size: int = 60) -> None:
     """Random writes and deletions in every table."""
     for t, table in enumerate(TABLES):

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from disk_model import TABLES, Model, play
+from disk_model import TABLES, Model, play, unfiltered
 
 from embcache.statefile import replace_json
 from embcache.tiers import merge
 from embcache.tiers.lmdb import Lmdb
+from embcache.tiers.presence import NAME
 
 TRIALS = int(os.environ.get("EMBCACHE_CRASH_TRIALS", "18"))
 
@@ -93,6 +94,21 @@ def _killed_run(folder: Path, delay: float, best: int) -> None:
     assert os.WIFSIGNALED(status), "the child ended by itself"
 
 
+def _damage(file: Path, chance: random.Random) -> None:
+    """Nothing, or what a disk does to a file: the filter of keys may be lost at any time."""
+    how = chance.randrange(4)
+    if not file.exists() or how > 2:
+        return
+    data = bytearray(file.read_bytes())
+    if how == 0:
+        file.unlink()
+    elif how == 1:
+        file.write_bytes(data[: chance.randrange(len(data))])
+    else:
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        file.write_bytes(data)
+
+
 @pytest.mark.parametrize(("child", "best"), [(False, 0), (True, 0), (False, 3)])
 def test_killed_at_random_instants(tmp_path: Path, child: bool, best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """``child``: merges in a process of their own; ``best``: this generation is kept, so that segments are folded."""
@@ -103,6 +119,8 @@ def test_killed_at_random_instants(tmp_path: Path, child: bool, best: int, monke
     for _ in range(TRIALS // 3):
         _killed_run(tmp_path, chance.uniform(0, 0.5), best)
         tier, told = _open(tmp_path)
+        assert not list(tmp_path.glob(NAME + "*.tmp"))
+        assert unfiltered(tier) == []
         number = told["latest"]["generation"] if told["latest"] else 0
         for g in range(reached + 1, number + 1):
             models[g] = models[g - 1].copy()
@@ -114,6 +132,7 @@ def test_killed_at_random_instants(tmp_path: Path, child: bool, best: int, monke
                 models[told[name]["generation"]].check(tier, block=1000)
         assert list(tier.verify()) == []
         tier.close()
+        _damage(tmp_path / NAME, chance)
         assert number >= reached
         reached = number
     assert reached >= TRIALS // 4
