@@ -27,6 +27,7 @@ from ..layout import BAGS, FIRST, TABLE
 from ..tiers.base import Arena, BackTier, DurableTier
 from .by_id import FrontRows
 from .direct import DirectTable
+from .fetching import Fetching
 from .fill import Fill
 from .hot import HotTable
 from .lease import IN_CACHE, IN_OVERFLOW, Lease, Turn
@@ -67,6 +68,7 @@ class Front(FrontRows):
         self._wide = any(e.rows >= 2**31 for e in self._direct.values())
         self.arenas = [self._arena(t) for t in range(len(self.tables))]
         self._stats = {"stages": 0, "unique_ids": 0, "hits": 0, "misses": 0, "ids": 0, "ids_hit": 0, "rows_restaged": 0}
+        self._fetching = Fetching()
         self._seconds = dict.fromkeys(STAGES, 0.0)
 
     def _arena(self, t: int) -> Arena:
@@ -231,8 +233,7 @@ class Front(FrontRows):
             fill.occupy()
         middle = perf_counter()
         try:
-            for fill in fills:
-                fill.fetch()
+            self._fetching.run([fill.fetch for fill in fills], sum(len(fill.keys) for fill in fills))
         except BaseException:
             for fill in fills:
                 fill.vacate()
@@ -435,6 +436,7 @@ class Front(FrontRows):
 
     def close(self) -> None:
         """Close the tiers below and give memory back."""
+        self._fetching.close()
         for tier in self.below:
             tier.close()
         self.arenas = []
