@@ -95,6 +95,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--depth", default="auto", help="look-ahead of DLRM: a number, or auto")
     parser.add_argument("--policy", default="lfu", help="of DLRM's cache")
     parser.add_argument("--dlrm-rounds", type=int)
+    parser.add_argument("--apart", action="store_true", help="DLRM: one contestant after the other, alone in memory")
     parser.add_argument("--warm", type=int, help="steps of DLRM before anything is measured")
     parser.add_argument("--threads", type=int, default=0, help="torch threads (0: torch's choice)")
     parser.add_argument("--seed", type=int, default=0)
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> None:
         if getattr(args, name) is not None:
             work[name] = getattr(args, name)
     work |= {"depth": args.depth if args.depth == "auto" else int(args.depth), "policy": args.policy}
-    work |= {"threads": args.threads, "seed": args.seed}
+    work |= {"threads": args.threads, "seed": args.seed, "apart": args.apart}
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="embcache-bench-", dir=args.folder) as folder:
         work["folder"] = folder
