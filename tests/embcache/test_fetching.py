@@ -11,17 +11,30 @@ from embcache.cache import fetching as module
 from embcache.cache.fetching import READERS, Fetching
 
 
-def test_slow_reads_run_side_by_side_and_fast_ones_in_turn():
+@pytest.fixture
+def faults(monkeypatch):
+    """Page faults as the test counts them."""
+    count = [0]
+    monkeypatch.setattr(module, "_faults", lambda: count[0])
+    return count
+
+
+def test_reads_that_wait_for_a_disk_run_side_by_side_and_others_in_turn(faults):
+    def read(pages=0):
+        faults[0] += pages
+
     fetching = Fetching()
-    fetching.run([lambda: time.sleep(0.002)] * 3, rows=10)
+    fetching.run([read] * 3, rows=30)
+    assert not fetching.parallel
+    fetching.run([lambda: read(1)] * 3, rows=30)
     assert fetching.parallel
-    together = threading.Barrier(4, timeout=30)
-    fetching.run([lambda: (together.wait(), time.sleep(0.01))[1]] * 4, rows=10)  # ends only if all four run at once
+    together = threading.Barrier(4, timeout=30)  # ends only if all four run at once
+    fetching.run([lambda: read(together.wait() * 0 + 1)] * 4, rows=200)
     assert fetching.parallel
-    fetching.run([lambda: None] * 4, rows=10_000_000)
+    fetching.run([lambda: read(1)] * 4, rows=1000)
     assert not fetching.parallel
     seen = set()
-    fetching.run([lambda: seen.add(threading.get_ident())] * 4, rows=10_000_000)
+    fetching.run([lambda: seen.add(threading.get_ident())] * 4, rows=10)
     assert seen == {threading.get_ident()}
     fetching.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("embcache-read")]
@@ -47,8 +60,8 @@ def test_an_error_is_raised_when_all_have_ended():
 
 
 def test_side_by_side_gives_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SLOW", -1.0)  # always
-    monkeypatch.setattr(module, "FAST", -1.0)
+    monkeypatch.setattr(module, "MANY", -1.0)  # always
+    monkeypatch.setattr(module, "FEW", -1.0)
     names = [f"t{i}" for i in range(5)]
     tables = [ec.TableConfig(name, 200, 3, optimizer=ec.optim.Adam(lr=0.1)) for name in names]
     generator = torch.Generator().manual_seed(0)
