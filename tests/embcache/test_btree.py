@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from disk_model import EDGES, ordered
 
-from embcache.errors import CorruptStore, FormatVersion
+from embcache.errors import CorruptStore, FormatVersion, SchemaMismatch
 from embcache.tiers import basefile, merge_rows
 from embcache.tiers.basefile import BaseFile, Snapshot
 
@@ -147,7 +147,7 @@ def test_foreign_truncated_and_newer_files(tmp_path: Path) -> None:
             BaseFile.open(tmp_path, [64], create=True)
         assert path.read_bytes() == bad
     path.write_bytes(good)
-    with pytest.raises(CorruptStore, match="rows of"):
+    with pytest.raises(SchemaMismatch, match=r"saved '64', declared '128'"):
         BaseFile.open(tmp_path, [128], create=False)
     path.unlink()
     with pytest.raises(CorruptStore, match="is missing"):
