@@ -423,7 +423,7 @@ def _parsed(path: Path, data: bytes) -> dict[str, Any]:
     if value.get("version", 0) > VERSION:
         raise FormatVersion(str(path), value["version"], VERSION)
     if value.get("version") != VERSION:
-        raise CorruptStore(f"{path} has format version {value.get('version')}, which only versions before 0.2 read")
+        raise CorruptStore(f"{path} has format version {value.get('version')}, this version reads {VERSION} only")
     return value
 
 
