@@ -1,0 +1,1 @@
+"""Tables spread over the processes of a ``torch.distributed`` group."""
