@@ -7,6 +7,8 @@ exception a caller would naturally catch.
 
 from __future__ import annotations
 
+import builtins
+
 
 class EmbcacheError(Exception):
     """Base of every error this library raises on purpose."""
@@ -172,3 +174,56 @@ class StoreLocked(EmbcacheError, RuntimeError):
         self.path, self.pid, self.host = path, pid, host
         who = "another process" if pid is None else f"process {pid} on {host}"
         super().__init__(f"{path} is being written by {who}: wait for it, or choose another folder")
+
+
+class RemoteFault(EmbcacheError):
+    """Another rank refused what all ranks were doing; nothing has changed on any of them.
+
+    ``rank``, ``kind`` (the name of its error's class) and ``message`` say what happened there; ``of`` makes one that
+    can also be caught as the built-in exception of the original.
+
+    >>> fault = RemoteFault.of(2, "IdOutOfRange", "table 'user', feature 'user': values[3] = 9, valid range [0, 8)")
+    >>> print(fault, isinstance(fault, IndexError), isinstance(RemoteFault.of(1, "NoSuchName", ""), RuntimeError))
+    rank 2: IdOutOfRange: table 'user', feature 'user': values[3] = 9, valid range [0, 8) True True
+    """
+
+    def __init__(self, rank: int, kind: str, message: str) -> None:
+        self.rank, self.kind, self.message = rank, kind, message
+        super().__init__(f"rank {rank}: {kind}: {message}")
+
+    __str__ = Exception.__str__  # a KeyError would print the repr
+
+    @staticmethod
+    def of(rank: int, kind: str, message: str) -> RemoteFault:
+        """The fault as an instance of the built-in that an error named ``kind`` is."""
+        original = globals().get(kind) or getattr(builtins, kind, None)
+        bases = getattr(original, "__mro__", ())
+        builtin = next((b for b in bases if b.__module__ == "builtins" and b not in (Exception, BaseException)), None)
+        if builtin is None or not issubclass(builtin, Exception):
+            builtin = RuntimeError
+        return _remote(builtin)(rank, kind, message)
+
+
+_REMOTE: dict[type[Exception], type[RemoteFault]] = {}
+
+
+def _remote(builtin: type[Exception]) -> type[RemoteFault]:
+    if builtin not in _REMOTE:
+        _REMOTE[builtin] = type("RemoteFault", (RemoteFault, builtin), {"__doc__": RemoteFault.__doc__})
+    return _REMOTE[builtin]
+
+
+class RankFailed(EmbcacheError, ConnectionError):
+    """A rank of the group died, hangs or stopped with an error: the group cannot go on.
+
+    ``rank`` is None where it cannot be told.
+
+    >>> print(RankFailed(3, "died or hangs"))
+    rank 3 died or hangs
+    """
+
+    def __init__(self, rank: int | None, what: str) -> None:
+        self.rank, self.what = rank, what
+        super().__init__(f"{'a rank' if rank is None else f'rank {rank}'} {what}")
+
+    __str__ = Exception.__str__

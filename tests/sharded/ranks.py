@@ -363,9 +363,8 @@ def _connect() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     prefix = f"{os.environ['TORCHELASTIC_RUN_ID']}/attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=world, timeout=timedelta(seconds=15)
-    )
+    timeout = timedelta(seconds=float(os.environ.get("RANKS_TIMEOUT", "15")))
+    dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=world, timeout=timeout)
 
 
 if __name__ == "__main__":
