@@ -15,6 +15,8 @@ from .keyed_tensor import KeyedTensor
 from .nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection
 from .optim import SparseOptimizer
 from .planning import MemoryPlan, plan
+from .sharded.plan import Placement, ShardingPlan
+from .sharded.shard import shard
 from .staged import Handle
 from .store import EmbeddingStore
 
@@ -33,6 +35,8 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "MemoryPlan",
+    "Placement",
+    "ShardingPlan",
     "SparseOptimizer",
     "TableConfig",
     "__version__",
@@ -40,6 +44,7 @@ __all__ = [
     "init",
     "optim",
     "plan",
+    "shard",
     "tiers",
     "transfer",
 ]

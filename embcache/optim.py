@@ -237,6 +237,7 @@ class Updatable(Protocol):
 
     def claim(self, owner: object) -> None: ...
     def multipliers(self) -> Any: ...
+    def agree_finite(self, found: bool = False) -> bool: ...
     def pending_tables(self) -> set[int]: ...
     def discard(self) -> None: ...
     def apply(self, hyper: Tensor) -> int: ...
@@ -331,8 +332,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         return loss
 
     def _refused(self) -> bool:
-        found = getattr(self, "found_inf", None)
-        if found is not None and float(found) > 0:
+        found_inf = getattr(self, "found_inf", None)
+        found = found_inf is not None and float(found_inf) > 0
+        asked = [store.agree_finite(found) for store in self.stores]  # each, since ranks wait for one another
+        if any(asked):
             return True
         problem = next((store.problem for store in self.stores if store.problem is not None), None)
         if problem is not None and self.on_nonfinite == "raise":

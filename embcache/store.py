@@ -38,7 +38,7 @@ from .errors import BadConfig, EmbcacheError, NonFiniteGradient, NoOptimizer, No
 from .init import table_key
 from .jagged import KeyedJaggedTensor
 from .kernels.memory import available_bytes
-from .layout import LayoutCache
+from .layout import LayoutCache, PartLayout
 from .lookahead import LookAhead
 from .optim import HYPER, STEP
 from .staged import Gathered, Handle, Part, join
@@ -167,6 +167,22 @@ class EmbeddingStore(StoreDisk):
         """
         self.require_usable()
         training = torch.is_grad_enabled() if training is None else training
+        batch, given, layouts = self._checked_batch(batch, features)
+        device = given.device()
+        parts: list[Part] = []
+        try:
+            parts.extend(Part(layout, batch, given, self.front, training, overflow) for layout in layouts)
+        except BaseException:
+            Handle(batch, parts, device).release()
+            raise
+        self.stages += 1
+        self.ids_staged += batch.values().numel()
+        return Handle(batch, parts, device)
+
+    def _checked_batch(
+        self, batch: Any, features: tuple[str, ...] | None
+    ) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor, tuple[PartLayout, ...]]:
+        """(the batch as it will be read, as it was given, how its parts lie); what is wrong with its ids raises."""
         batch = given = KeyedJaggedTensor.adopt(batch)
         device = batch.device()
         if device.type != "cpu":
@@ -180,15 +196,7 @@ class EmbeddingStore(StoreDisk):
         if bad or self._padded:
             named = [at for layout in layouts for at in zip(layout.names, layout.tables, layout.columns, strict=True)]
             batch = options.repair(batch, named, self.tables, self.counts)
-        parts: list[Part] = []
-        try:
-            parts.extend(Part(layout, batch, given, self.front, training, overflow) for layout in layouts)
-        except BaseException:
-            Handle(batch, parts, device).release()
-            raise
-        self.stages += 1
-        self.ids_staged += batch.values().numel()
-        return Handle(batch, parts, device)
+        return batch, given, layouts
 
     def lookahead(
         self,
@@ -322,6 +330,11 @@ class EmbeddingStore(StoreDisk):
         if self._owner is not None and self._owner() is not None:
             raise BadConfig(f"tables {self.names} already belong to another SparseOptimizer")
         self._owner = weakref.ref(owner)
+
+    def agree_finite(self, found: bool = False) -> bool:
+        """Whether the step is to be skipped because of an infinity that a GradScaler has ``found``, here or, where
+        tables are sharded, on any rank; ``problem`` is then set everywhere too. Collective there: all ranks ask."""
+        return found
 
     def pending_tables(self) -> set[int]:
         """Unfrozen tables with gradients waiting."""

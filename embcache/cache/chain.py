@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from ..config import TableConfig
 from ..errors import BadConfig
@@ -12,11 +12,13 @@ from ..kernels.memory import address_space, available_bytes
 from ..tiers.base import BackTier
 from ..tiers.ram import Ram
 from ..tiers.rows import RowStore
+from ..tiers.unplaced import Unplaced
 from .direct import DirectTable
 from .front import Front
 from .hot import HotTable
 from .middle import Middle
 from .slots import SlotArrays
+from .unplaced import UnplacedFront
 
 MOST_SLOTS = 2**31 - 2  # the index holds a slot + 1 in 31 bits
 OVERFLOW_ROWS = 2**27
@@ -55,9 +57,11 @@ def open_chain(tables: Sequence[TableConfig], tiers: Sequence[Any], kernels: Mod
     ``[Ram()]``: bounded tables lie whole in memory, unless they do not fit; unbounded ones, and those, are hashed and
     grow. A longer chain begins with bounded ``Ram(rows=...)`` or ``Ram(bytes=...)``; its last tier holds every row.
     """
+    if isinstance(tiers, Sequence) and len(tiers) == 1 and isinstance(tiers[0], Unplaced):
+        return cast(Front, UnplacedFront(tables))
     check_chain(tiers)
     if len(tiers) == 1:
-        return _whole(tables, kernels)
+        return _whole(tables, kernels, tiers[0].whole)
     below = _below(tables, tiers)
     try:
         rows = cached_rows(tiers[0], tables)
@@ -116,10 +120,12 @@ def _fitting(build: Callable[[int], Front]) -> Front:
             part *= 8
 
 
-def _whole(tables: Sequence[TableConfig], kernels: ModuleType) -> Front:
-    """A front with no tier below."""
+def _whole(tables: Sequence[TableConfig], kernels: ModuleType, names: frozenset[str] | None) -> Front:
+    """A front with no tier below; only tables of these ``names`` (None: any) lie whole in memory."""
     free = available_bytes()
-    direct = {t: DirectTable(tables[t], kernels) for t in sorted(direct_tables(tables, free))}
+    whole = {t for t, table in enumerate(tables) if names is None or table.name in names}
+    chosen = direct_tables([tables[t] for t in sorted(whole)], free)
+    direct = {t: DirectTable(tables[t], kernels) for t in (sorted(whole)[k] for k in sorted(chosen))}
     return _fitting(
         lambda part: Front(
             tables,

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .jit import kernel
+from .jit import I64, U64, inline, kernel
 
-__all__ = ["BUCKETS", "MAX_BUCKETS", "bucket_of", "bucket_order"]
+__all__ = ["BUCKETS", "MAX_BUCKETS", "bucket", "bucket_of", "bucket_order"]
 
 BUCKETS = 64  # where nobody says otherwise
 MAX_BUCKETS = 1 << 16
@@ -21,14 +21,20 @@ _GAMMA, _FIRST, _SECOND = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D
 _30, _27, _31, _32 = (np.uint64(n) for n in (30, 27, 31, 32))
 
 
+@inline
+def bucket(key: I64, buckets: U64) -> U64:
+    """The bucket of one key, inside kernels."""
+    x = np.uint64(key) + _GAMMA
+    x = (x ^ (x >> _30)) * _FIRST
+    x = (x ^ (x >> _27)) * _SECOND
+    x ^= x >> _31
+    return ((x >> _32) * buckets) >> _32
+
+
 @kernel
 def _buckets(keys: np.ndarray, buckets: np.uint64, out: np.ndarray) -> None:
     for i in range(keys.shape[0]):
-        x = np.uint64(keys[i]) + _GAMMA
-        x = (x ^ (x >> _30)) * _FIRST
-        x = (x ^ (x >> _27)) * _SECOND
-        x ^= x >> _31
-        out[i] = ((x >> _32) * buckets) >> _32
+        out[i] = bucket(keys[i], buckets)
 
 
 def bucket_of(keys: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:

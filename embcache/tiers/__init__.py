@@ -2,5 +2,6 @@
 
 from .lmdb import Lmdb
 from .ram import Ram
+from .unplaced import Unplaced
 
-__all__ = ["Lmdb", "Ram"]
+__all__ = ["Lmdb", "Ram", "Unplaced"]

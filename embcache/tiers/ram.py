@@ -49,6 +49,7 @@ class Ram:
         self.bytes = bytes
         self.policy = "lfu" if policy is None else policy
         self.bounded = rows is not None or bytes is not None
+        self.whole: frozenset[str] | None = None  # tables that may lie whole in memory, None: all
 
     def __repr__(self) -> str:
         said = [f"rows={self.rows!r}"] * (self.rows is not None) + [f"bytes={self.bytes!r}"] * (self.bytes is not None)
@@ -56,7 +57,9 @@ class Ram:
 
     def fresh(self) -> Ram:
         """Another tier of the same description."""
-        return Ram(self.rows, self.bytes, self.policy if self.bounded else None)
+        other = Ram(self.rows, self.bytes, self.policy if self.bounded else None)
+        other.whole = self.whole
+        return other
 
     def split(self, tables: Sequence[TableConfig], extra: int) -> list[int]:
         """Rows to cache of each table, at least 1; ``extra`` bytes a row are needed besides the row itself."""

@@ -1,0 +1,542 @@
+"""The front of a sharded store: ids go to the ranks that own them, rows come back, gradients follow.
+
+Of a staged batch every rank holds two halves. As requester: the distinct ids it asked for and the slots of their rows
+in memory that the lookup kernels read. As owner: a handle of its local store on what all ranks asked of it.
+
+Everything that meets other ranks happens in one place, ``_meet``: a header with a flag, then one exchange. A rank with
+an error takes part with its flag set; then all ranks tell what was wrong and raise, and nothing has changed on any.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import BadConfig, RemoteFault, StaleLookup
+from ..jagged import KeyedJaggedTensor
+from ..layout import BAGS, FIRST, OFFSET, TABLE
+from ..staged import Handle, Part
+from ..store import EmbeddingStore
+from ..tiers.base import Arena, DurableTier
+from .exchange import Wire, begins_of, distinct, pack_ids, route, spread, starts_of, unpack_ids
+from .plan import ALL, HASH, Piece, ShardingPlan
+
+RELEASED = "this lease was released: stage the batch again"
+FLAG, SIGNATURE, BITS, HEAD = range(4)
+
+
+class _Plain:
+    """Rows as they are."""
+
+    name = "fp32"
+
+    def row_bytes(self, dim: int) -> int:
+        return 4 * dim
+
+    def widths(self, dims: np.ndarray) -> np.ndarray:
+        return 4 * dims
+
+    def encode(self, rows: Tensor, out: Tensor) -> None:
+        out.copy_(rows.view(torch.uint8).view(-1))
+
+    def decode(self, packed: Tensor, out: Tensor) -> None:
+        out.view(torch.uint8).view(-1).copy_(packed)
+
+
+class Remote:
+    """A staged part: what was asked of whom, and what others asked of this rank.
+
+    Attributes:
+        number: the same on every rank.
+        sent, received: int64 [W, P], ids by rank and piece in wire order.
+        ids: int64, those sent, in wire order.
+        out: slots of the ids of the part.
+        rows, begin: int64 [W, P], rows that come back, and where those of a rank and piece begin in their dimension.
+        spans: positions of the ids of each table in the part.
+        handle: of the local store, on what was received; None with the ``error`` that kept it from being staged.
+        slabs: by piece, the rows as they were at ``version`` of the store.
+    """
+
+    __slots__ = (
+        "begin", "error", "handle", "ids", "number", "open", "out", "received", "received_ids", "rows", "sent", "slabs",
+        "spans", "training", "version",
+    )  # fmt: skip
+
+    def __init__(self, number: int, training: bool) -> None:
+        self.number, self.training, self.open = number, training, True
+        self.sent = self.received = self.rows = self.begin = np.zeros((0, 0), dtype=np.int64)
+        self.ids = self.received_ids = np.empty(0, dtype=np.int64)
+        self.out: Tensor = torch.empty(0, dtype=torch.int32)
+        self.handle: Handle | None = None
+        self.error: Exception | None = None
+        self.slabs: list[Tensor] = []
+        self.spans: dict[int, list[tuple[int, int]]] = {}
+        self.version = -1
+
+    @property
+    def part(self) -> Part:
+        """The local store's side."""
+        assert self.handle is not None
+        return self.handle.parts[0]
+
+
+class Joined(NamedTuple):
+    """What an update is about: the distinct ids of all leases whose gradients wait."""
+
+    sent: np.ndarray
+    received: np.ndarray
+    rows: np.ndarray
+    begin: np.ndarray
+    slots: dict[int, Tensor] | None  # by lease number; None: those of the only lease
+    handle: Handle
+    own: bool  # whether the handle was staged for this update
+
+
+class RemoteFront:
+    """What a store's modules, handles and optimizer ask of a front, with rows that live elsewhere.
+
+    ``stage`` runs on the caller's thread and meets the other ranks on lane ``ids`` (on a look-ahead's thread on lane
+    ``ahead``); lookups meet on lane ``rows``, updates on lane ``grads``.
+    """
+
+    def __init__(self, plan: ShardingPlan, pieces: Sequence[Piece], local: EmbeddingStore, lanes: Any) -> None:
+        self.plan, self.pieces, self.local, self.lanes = plan, list(pieces), local, lanes
+        self.world, self.rank = lanes.world, lanes.rank
+        limits = {piece.table: table.num_embeddings for piece, table in zip(pieces, local.tables, strict=True)}
+        self.wire = Wire(pieces, [limits[t] for t in range(len(limits))], self.world, self.rank)
+        self.codec = _Plain()
+        self._map = plan.map
+        self._keys = [local.tables[p].feature_names[rank] for rank in range(self.world) for p in self.wire.order]
+        self._names = tuple(self._keys)
+        self._split = len(pieces) > len(limits)
+        self._numbers = {"ids": 0, "ahead": 0}
+        self._ahead = threading.local()
+        self.version = 0
+        self.kernels = local.kernels
+        self.arenas = [Arena(torch.empty(0, 4 * piece.dim, dtype=torch.uint8)) for piece in pieces]
+        rows = [(piece.dim, 0, 4 * piece.dim, 0, 0, 0) for piece in pieces]
+        self.described = torch.tensor(rows, dtype=torch.int64).view(-1, 6)  # fp32 rows without state, under SGD
+        self.none = [torch.empty(0, 4 * piece.dim, dtype=torch.uint8) for piece in pieces]
+
+    # stage ------------------------------------------------------------------------------------------------------
+
+    def ahead(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+        """``stage`` as look-ahead's thread calls it: on a lane of its own."""
+
+        def staged(*arguments: Any, **options: Any) -> Any:
+            self._ahead.here = True
+            try:
+                return stage(*arguments, **options)
+            finally:
+                self._ahead.here = False
+
+        return staged
+
+    def _channel(self) -> str:
+        return "ahead" if getattr(self._ahead, "here", False) and hasattr(self.lanes, "ahead") else "ids"
+
+    def stage(
+        self, features: Tensor, values: Tensor, offsets: Tensor | None, training: bool, *, overflow: bool = True
+    ) -> Remote:
+        """Collective. Tell the owners which rows are needed; they make them resident and pin them."""
+        channel = self._channel()
+        lease = Remote(self._next(channel), training)
+        ids = values.to(torch.int64).contiguous().numpy()
+        lease.spans = _spans(features, offsets)
+        ranges = np.array([span for spans in lease.spans.values() for span in spans], dtype=np.int64).reshape(-1, 2)
+        ends = np.cumsum([0] + [len(spans) for spans in lease.spans.values()])
+        routed = route(self.wire, self._map, list(lease.spans), ids, ranges, ends, training)
+        lease.sent, lease.ids, lease.rows, lease.begin = routed.sent, routed.ids, routed.rows, routed.begin
+        lease.out = torch.from_numpy(routed.slots)
+        packed = pack_ids(lease.ids, lease.sent, self.wire.widths)
+        signature = zlib.crc32(features[:, :2].contiguous().numpy().tobytes(), lease.number << 1 | training)
+        heads, answer = self._meet(
+            getattr(self.lanes, channel), signature, None, lambda heads: self._exchange_ids(packed, lease, heads),
+            np.column_stack([np.full(self.world, not overflow, dtype=np.int64), lease.sent]),
+        )  # fmt: skip
+        lease.received = np.ascontiguousarray(heads[:, HEAD:])
+        lease.received_ids = unpack_ids(answer.numpy(), lease.received, self.wire.widths)
+        try:
+            lease.handle = self._local(lease.received_ids, lease.received, training, not heads[:, BITS].any())
+        except Exception as error:
+            lease.error = error
+        return lease
+
+    def _exchange_ids(self, packed: np.ndarray, lease: Remote, heads: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
+        received = heads[:, HEAD:]
+        return torch.from_numpy(packed), lease.sent @ self.wire.widths, received @ self.wire.widths
+
+    def refuse(self, error: Exception) -> None:
+        """Collective: take part in the other ranks' ``stage`` with an error; raises it."""
+        channel = self._channel()
+        self._next(channel)
+        rows = np.zeros((self.world, 1 + len(self.wire)), dtype=np.int64)
+        self._meet(getattr(self.lanes, channel), 0, error, None, rows)
+
+    def _next(self, channel: str) -> int:
+        self._numbers[channel] += 1
+        return self._numbers[channel] << 1 | (channel == "ahead")
+
+    def _local(self, ids: np.ndarray, counts: np.ndarray, training: bool, overflow: bool = True) -> Handle:
+        """Rows that ranks ask of this one, in wire order, resident here."""
+        offsets = torch.zeros(counts.size + 1, dtype=torch.int64)
+        torch.cumsum(torch.from_numpy(counts.ravel()), 0, out=offsets[1:])
+        batch = KeyedJaggedTensor.trusted(self._keys, torch.from_numpy(ids), None, offsets, (1,) * counts.size)
+        return self.local.stage(batch, self._names, training=training, overflow=overflow)
+
+    # meeting ----------------------------------------------------------------------------------------------------
+
+    def _meet(
+        self,
+        lane: Any,
+        signature: int,
+        error: Exception | None,
+        exchange: Callable[[np.ndarray], tuple[Any, np.ndarray, np.ndarray]] | None,
+        rows: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, Tensor]:
+        """A header with ``rows`` [W, n] behind flag and signature, then what ``exchange(heads)`` asks for: bytes,
+        how many for each rank, how many from each. Where a flag is set all ranks raise instead."""
+        heads = np.zeros((self.world, 2), dtype=np.int64)
+        heads[:, FLAG], heads[:, SIGNATURE] = error is not None, signature
+        if rows is not None:
+            heads = np.column_stack([heads, rows])
+
+        def together() -> tuple[np.ndarray, Any]:
+            found = lane.header(heads)
+            if found[:, FLAG].any():
+                text = b"" if error is None else f"{type(error).__name__}\n{error}".encode()[:4000]
+                return found, [bytes(said.numpy()) for said in lane.all_gather(text)]
+            if (found[:, SIGNATURE] != signature).any():
+                return found, None
+            if exchange is None:
+                return found, torch.empty(0, dtype=torch.uint8)
+            send, splits, sizes = exchange(found)
+            return found, lane.all_to_all((send, splits), sizes)
+
+        found, answer = lane.submit(together).result()
+        if isinstance(answer, list):
+            raise agreed(_fault(error, answer))
+        if answer is None:
+            raise agreed(
+                BadConfig(
+                    f"the ranks are not at the same point on lane {lane.name!r}: every rank stages, looks up and "
+                    "updates the same features in the same order, a rank without samples with an empty batch"
+                )
+            )
+        return found, answer
+
+    # rows -------------------------------------------------------------------------------------------------------
+
+    def slots(self, lease: Remote) -> Tensor:
+        """The slot of each id in the slabs of the lease."""
+        if not lease.open:
+            raise StaleLookup(RELEASED)
+        return lease.out
+
+    def read(self, lease: Remote) -> list[Tensor]:
+        """Collective, unless the lease's rows were read since the last step: fp32 rows by piece, for ``slots``."""
+        if not lease.open:
+            raise StaleLookup(RELEASED)
+        if lease.version != self.version:
+            lease.slabs = self._read(lease)
+            lease.version = self.version
+        return lease.slabs
+
+    def _read(self, lease: Remote) -> list[Tensor]:
+        error, rows = lease.error, torch.empty(0)
+        asked = self.wire.rows_out(lease.received)
+        if error is None:
+            try:
+                rows = self.local.read_part(self._readable(lease, asked), 0)
+            except Exception as problem:
+                error = problem
+        rows = self._moved(self.lanes.rows, zlib.crc32(b"rows", lease.number), error, rows, asked, lease.rows)
+        return self._slabs(rows, lease.rows, lease.begin)
+
+    def _readable(self, lease: Remote, asked: np.ndarray) -> Part:
+        """The local part without what other ranks have copies of."""
+        part = lease.part
+        if not self.wire.everywhere.any():
+            return part
+        view = part._clone()
+        keep = torch.from_numpy(asked.ravel() == lease.received.ravel())
+        sizes = asked * self.wire.dims
+        view.features = part.features[keep].clone()
+        view.features[:, OFFSET] = torch.from_numpy(starts_of(sizes).ravel())[keep]
+        view.numel = int(sizes.sum())
+        view.shape = (view.numel,)
+        return view
+
+    def _moved(
+        self,
+        lane: Any,
+        signature: int | None,
+        error: Exception | None,
+        rows: Tensor,
+        going: np.ndarray,
+        coming: np.ndarray,
+    ) -> Tensor:
+        """Exchange fp32 rows in wire order: ``rows`` has ``going`` [W, P] of them, the result ``coming``. ``signature``
+        None: the ranks have met already."""
+        widths, plain = self.codec.widths(self.wire.dims), self.codec.name == "fp32"
+        sent, back = going.copy(), coming.copy()
+        if not plain:  # the own part does not pass the codec
+            sent[self.rank] = back[self.rank] = 0
+        packed = torch.empty(0, dtype=torch.uint8)
+        if error is None:
+            packed = rows.view(torch.uint8) if plain else self._encoded(rows, going, int((sent @ widths).sum()))
+        if signature is None:
+            answer = lane.submit(lane.all_to_all, (packed, sent @ widths), back @ widths).result()
+        else:
+            _, answer = self._meet(lane, signature, error, lambda heads: (packed, sent @ widths, back @ widths))
+        return answer.view(torch.float32) if plain else self._decoded(answer, rows, going, coming)
+
+    def _encoded(self, rows: Tensor, going: np.ndarray, nbytes: int) -> Tensor:
+        packed, at = torch.empty(nbytes, dtype=torch.uint8), 0
+        for rank, block in self._blocks(rows, going):
+            if rank != self.rank:
+                size = block.shape[0] * self.codec.row_bytes(block.shape[1])
+                self.codec.encode(block, packed[at : at + size])
+                at += size
+        return packed
+
+    def _decoded(self, packed: Tensor, rows: Tensor, going: np.ndarray, coming: np.ndarray) -> Tensor:
+        out, at = torch.empty(int((coming @ self.wire.dims).sum())), 0
+        first = int((going[: self.rank] @ self.wire.dims).sum())
+        for rank, block in self._blocks(out, coming):
+            if rank == self.rank:
+                block.copy_(rows[first : first + block.numel()].view(block.shape))
+                first += block.numel()
+            else:
+                size = block.shape[0] * self.codec.row_bytes(block.shape[1])
+                self.codec.decode(packed[at : at + size], block)
+                at += size
+        return out
+
+    def _blocks(self, rows: Tensor, counts: np.ndarray) -> Iterator[tuple[int, Tensor]]:
+        """(rank, rows [n, D]) of fp32 rows in wire order: what goes to, or came from, a rank in one dimension."""
+        at = 0
+        for rank in range(self.world):
+            for dim, columns in self.wire.classes:
+                n = int(counts[rank, columns].sum())
+                yield rank, rows[at : at + n * dim].view(n, dim)
+                at += n * dim
+
+    def _slabs(self, rows: Tensor, counts: np.ndarray, begin: np.ndarray) -> list[Tensor]:
+        """fp32 rows in wire order as the kernels read them, by piece."""
+        classes = self.wire.classes
+        if len(classes) == 1:
+            return self._by_piece([rows.view(-1, classes[0][0])], begin)
+        blocks = [block for _, block in self._blocks(rows, counts)]
+        return self._by_piece([torch.cat(blocks[k :: len(classes)]) for k in range(len(classes))], begin)
+
+    def _by_piece(self, buffers: list[Tensor], begin: np.ndarray) -> list[Tensor]:
+        """Slabs uint8 [n, 4 D]: of pieces routed by bucket all rows of their dimension, else from the piece's on."""
+        slabs = list(self.none)
+        for buffer, (_, columns) in zip(buffers, self.wire.classes, strict=True):
+            whole = buffer.view(torch.uint8)
+            for j in range(columns.start, columns.stop):
+                piece = self.wire.pieces[j]
+                first = 0 if piece.route == HASH else int(begin[self.rank if piece.route == ALL else piece.rank, j])
+                slabs[self.wire.order[j]] = whole[first:]
+        return slabs
+
+    def features(self, features: Tensor) -> Tensor:
+        """Those of tables as those of their pieces."""
+        if not self._split:
+            return features
+        of_table: dict[int, list[int]] = {}
+        for p, piece in enumerate(self.pieces):
+            of_table.setdefault(piece.table, []).append(p)
+        rows = []
+        for row in features.tolist():
+            for p in of_table[row[TABLE]]:
+                mine = list(row)
+                mine[TABLE], mine[OFFSET] = p, row[OFFSET] + self.pieces[p].columns[0]
+                rows.append(mine)
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 7)
+
+    # gradients --------------------------------------------------------------------------------------------------
+
+    def join(self, leases: Sequence[Remote], frozen: Collection[int]) -> Joined:
+        """The distinct ids of leases, in call order, without frozen tables; their rows pinned at their owner. No
+        exchange: every rank knows what was asked in each."""
+        active = np.array([piece.table not in frozen for piece in self.wire.pieces], dtype=np.bool_)
+        for lease in leases:
+            if lease.error is not None:
+                raise lease.error
+        if len(leases) == 1 and (active | (leases[0].sent.sum(0) + leases[0].received.sum(0) == 0)).all():
+            only = leases[0]
+            only.part.slots()
+            assert only.handle is not None
+            return Joined(only.sent, only.received, only.rows, only.begin, None, only.handle, False)
+        ids, received, _ = self._union([(lease.received_ids, lease.received) for lease in leases], active)
+        _, rows, places = self._union([self._asked(lease) for lease in leases], active)
+        begin, slots, at = begins_of(self.wire, rows), {}, 0
+        for lease in leases:
+            n = int(lease.rows.sum())
+            slots[lease.number] = self._moved_slots(lease, begin, places[at : at + n])
+            at += n
+        sent = rows.copy()
+        sent[:, self.wire.everywhere] = rows[self.rank, self.wire.everywhere]
+        handle = self._local(ids, received, True)
+        try:
+            handle.parts[0].slots()
+        except BaseException:
+            handle.release()
+            raise
+        return Joined(sent, received, rows, begin, slots, handle, True)
+
+    def _asked(self, lease: Remote) -> tuple[np.ndarray, np.ndarray]:
+        """(ids whose rows come back, int64 [W, P] of them)."""
+        if not self.wire.everywhere.any():
+            return lease.ids, lease.rows
+        return lease.ids[np.repeat((lease.rows == lease.sent).ravel(), lease.sent.ravel())], lease.rows
+
+    def _union(
+        self, lists: Sequence[tuple[np.ndarray, np.ndarray]], active: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of (ids in wire order, their counts) each: (distinct ids, their counts, for each id given its place among
+        those of its rank and piece); ids of pieces that are not active count as absent."""
+        sizes = np.stack([counts.ravel() for _, counts in lists], axis=1)  # by block and list
+        firsts = np.stack([starts_of(counts).ravel() for _, counts in lists], axis=1)
+        firsts += np.cumsum([0] + [len(ids) for ids, _ in lists[:-1]])
+        sizes = np.where(np.tile(active, self.world)[:, None], sizes, 0)
+        ranges = np.stack([firsts.ravel(), (firsts + sizes).ravel()], axis=1)
+        ends = np.arange(len(sizes) + 1) * len(lists)
+        every = np.concatenate([ids for ids, _ in lists])
+        unique, counts, positions = distinct(every, ranges, ends)
+        places = np.zeros(len(every), dtype=np.int32)
+        within = np.arange(len(unique), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
+        spread(ranges, ends, counts, positions, within, places)
+        return unique, counts.reshape(self.world, -1), places
+
+    def _moved_slots(self, lease: Remote, begin: np.ndarray, places: np.ndarray) -> Tensor:
+        """The slots of a lease's ids among the rows of a union, in which block (rank, piece) begins at ``begin``."""
+        counts = lease.rows.ravel()
+        within = np.arange(len(places)) - np.repeat(starts_of(lease.rows).ravel(), counts)
+        piece = np.repeat(np.tile(np.arange(len(self.wire)), self.world), counts)
+        hashed = np.array([p.route == HASH for p in self.wire.pieces], dtype=np.bool_)[piece]
+        old = np.where(hashed, within + np.repeat(lease.begin.ravel(), counts), within)
+        new = np.where(hashed, places + np.repeat(begin.ravel(), counts), places)
+        out = lease.out.clone()
+        slots = out.numpy()
+        for t, spans in lease.spans.items():
+            mine = np.flatnonzero(piece == self.wire.of_table[t][0])
+            to = np.zeros(int(old[mine].max(initial=-1)) + 1, dtype=np.int32)
+            to[old[mine]] = new[mine]
+            for first, last in spans:
+                slots[first:last] = to[slots[first:last]]
+        return out
+
+    def zeros(self, joined: Joined) -> tuple[list[Tensor], list[Tensor]]:
+        """(by dimension, by piece): rows of zeros that an update's gradients are summed into."""
+        buffers = [torch.zeros(int(joined.rows[:, columns].sum()), dim) for dim, columns in self.wire.classes]
+        return buffers, self._by_piece(buffers, joined.begin)
+
+    def send_gradients(self, joined: Joined, sums: list[Tensor]) -> Tensor:
+        """Exchange the sums of an update to the owners; the owner's: fp32 rows in wire order."""
+        if len(sums) == 1 and not self.wire.everywhere.any():
+            rows = sums[0].view(-1)
+        else:
+            rows = torch.cat([torch.empty(0), *self._outgoing(joined, sums)])
+        return self._moved(self.lanes.grads, None, None, rows, joined.sent, joined.received)
+
+    def _outgoing(self, joined: Joined, sums: list[Tensor]) -> Iterator[Tensor]:
+        copies = self.wire.everywhere
+        for rank in range(self.world):
+            for buffer, (_, columns) in zip(sums, self.wire.classes, strict=True):
+                for holder, mine in ((rank, ~copies[columns]), (self.rank, copies[columns])):
+                    if mine.any():
+                        first = int(joined.begin[holder, columns][mine][0])
+                        yield buffer[first : first + int(joined.rows[holder, columns][mine].sum())].reshape(-1)
+
+    # the rest of a front ------------------------------------------------------------------------------------------
+
+    def relax(self, lease: Remote) -> None:
+        """Rows here are copies: nothing to let go of. The owner relaxes its own after each reading."""
+
+    def release(self, lease: Remote) -> None:
+        """The lease ends, and with it the owner's pins of what all ranks asked for; no exchange."""
+        lease.open = False
+        lease.slabs = []
+        handle, lease.handle = lease.handle, None
+        if handle is not None:
+            handle.release()
+
+    def direct(self, t: int) -> bool:
+        """No table lies whole here."""
+        return False
+
+    @property
+    def durable(self) -> DurableTier | None:
+        """That of the local store."""
+        return self.local.front.durable
+
+    @property
+    def below(self) -> list[Any]:
+        """The tiers of the local store."""
+        return self.local.front.below
+
+    def pins(self) -> int:
+        """Rows of the local store that are pinned."""
+        return self.local.front.pins()
+
+    def announce(self, features: Tensor, values: Tensor, offsets: Tensor | None, ahead: int) -> None:
+        """Nothing: owners are not told of batches before they are staged."""
+
+    def flush(self) -> None:
+        """Write this rank's dirty rows to the tier below."""
+        self.local.front.flush()
+
+    def stats(self) -> dict[str, Any]:
+        """Those of the local store's cache."""
+        return self.local.front.stats()
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """Of this rank's admission and expiry."""
+        return self.local.front.extra_state()
+
+    def load_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Restore this rank's."""
+        self.local.front.load_extra_state(state)
+
+    def close(self) -> None:
+        """Close the local store."""
+        self.local.close()
+
+
+def agreed(error: Exception) -> Exception:
+    """Mark an error that every rank raises."""
+    error.agreed = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether every rank raises it, so that nobody has to be told."""
+    return getattr(error, "agreed", False)
+
+
+def _fault(error: Exception | None, said: Sequence[bytes]) -> Exception:
+    """The own error, or that of the first rank that has one."""
+    if error is not None:
+        return error
+    rank = next(rank for rank, text in enumerate(said) if text)
+    kind, _, message = said[rank].decode(errors="replace").partition("\n")
+    return RemoteFault.of(rank, kind, message)
+
+
+def _spans(features: Tensor, offsets: Tensor | None) -> dict[int, list[tuple[int, int]]]:
+    """Positions of the ids of each table."""
+    at = None if offsets is None else offsets.numpy()
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for row in features.tolist():
+        first, last = row[FIRST], row[FIRST] + row[BAGS]
+        spans.setdefault(row[TABLE], []).append((first, last) if at is None else (int(at[first]), int(at[last])))
+    return spans
