@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <algorithm>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -88,13 +89,15 @@ int states_of(int rule, int* scalars) {
   return wide[rule];
 }
 
+constexpr int64_t kTableColumns = 8;
+
 // Descriptor columns, as embcache/kernels/native.py documents them.
 std::vector<Table> read_tables(const char* op, const std::vector<Tensor>& slabs, const Tensor& tables) {
-  require_matrix(op, "tables", tables, Type::kI64, 6);
+  require_matrix(op, "tables", tables, Type::kI64, kTableColumns);
   const int64_t n = tables.size(0), *d = (const int64_t*)tables.data_ptr();
   if ((int64_t)slabs.size() != n) fail(op, ": ", slabs.size(), " slabs for ", n, " tables");
   std::vector<Table> out(n);
-  for (int64_t i = 0; i < n; ++i, d += 6) {
+  for (int64_t i = 0; i < n; ++i, d += kTableColumns) {
     const Tensor& s = slabs[i];
     require(op, "slab", s, Type::kU8);
     if (s.dim() != 2) fail(op, ": slab ", i, " must have shape [capacity, row_bytes]");
@@ -109,8 +112,12 @@ std::vector<Table> read_tables(const char* op, const std::vector<Tensor>& slabs,
     t.rule = (int)d[3];
     t.key = (uint64_t)d[4];
     t.flags = (int)d[5];
+    t.first = d[6];
+    t.whole = d[7];
     if (t.dim < 1 || t.dim > t.row_bytes || t.row_bytes > kMaxRowBytes)
       fail(op, ": table ", i, " has dim ", t.dim, " in rows of ", t.row_bytes, " bytes");
+    if (t.first < 0 || t.whole < t.dim || t.first > t.whole - t.dim)
+      fail(op, ": table ", i, " has ", t.dim, " columns from ", t.first, " of ", t.whole);
     if (d[1] < 0 || d[1] > 2) fail(op, ": table ", i, " has weight dtype code ", d[1]);
     if (d[3] < 0 || d[3] >= kRules) fail(op, ": table ", i, " has rule code ", d[3]);
     if (t.row_bytes % 4 || t.state_offset % 4 || (uintptr_t)t.slab % 4)
@@ -273,12 +280,9 @@ Tensor grad_weights_op(std::vector<Tensor> slabs, Tensor tables, Tensor features
   return out;
 }
 
-int64_t fused_update_op(std::vector<Tensor> slabs, std::vector<Tensor> written, Tensor tables, Tensor hyper,
-                        Tensor features, Tensor values, std::optional<Tensor> offsets, std::optional<Tensor> weights,
-                        std::vector<Tensor> grads, std::vector<Tensor> slot_ids) {
-  const char* op = "fused_update";
-  std::vector<Table> t = read_tables(op, slabs, tables);
-  read_hyper(op, t, hyper);
+// What an update needs besides rows: bitmaps to note them in, and their ids; either may be empty.
+void read_places(const char* op, std::vector<Table>& t, const std::vector<Tensor>& written,
+                 const std::vector<Tensor>& slot_ids) {
   if (written.size() != t.size() || slot_ids.size() != t.size())
     fail(op, ": ", written.size(), " bitmaps and ", slot_ids.size(), " slot_ids for ", t.size(), " tables");
   for (size_t i = 0; i < t.size(); ++i) {
@@ -293,12 +297,60 @@ int64_t fused_update_op(std::vector<Tensor> slabs, std::vector<Tensor> written, 
       t[i].slot_ids = (const int64_t*)slot_ids[i].data_ptr();
     }
   }
+}
+
+int64_t fused_update_op(std::vector<Tensor> slabs, std::vector<Tensor> written, Tensor tables, Tensor hyper,
+                        Tensor features, Tensor values, std::optional<Tensor> offsets, std::optional<Tensor> weights,
+                        std::vector<Tensor> grads, std::vector<Tensor> slot_ids) {
+  const char* op = "fused_update";
+  std::vector<Table> t = read_tables(op, slabs, tables);
+  read_hyper(op, t, hyper);
+  read_places(op, t, written, slot_ids);
   const Input in = read_input(op, values, offsets, weights);
   const std::vector<Feature> f =
       read_features(op, features, in, bags_in(values, offsets), (int64_t)t.size(), t, spaces_of(op, grads));
   if (grads.empty() && !f.empty()) fail(op, ": no gradients");
   require_slots(op, t, f, in);
   return fused_update(t, f, in, threads());
+}
+
+// The arguments of row_sums and apply_rows; a slot outside its slab raises.
+Summed read_summed(const char* op, const Table& t, const Tensor& slots, const Tensor& grads,
+                   const std::optional<Tensor>& given) {
+  require(op, "slots", slots, Type::kI64);
+  require_matrix(op, "grads", grads, Type::kF32, t.dim);
+  const int64_t n = slots.numel();
+  if (grads.size(0) != n) fail(op, ": ", grads.size(0), " gradients for ", n, " slots");
+  Summed rows = {(const int64_t*)slots.data_ptr(), (const float*)grads.data_ptr(), nullptr, nullptr};
+  if (given) {
+    require_matrix(op, "given", *given, Type::kF32, kSums);
+    if (given->size(0) != n) fail(op, ": ", given->size(0), " sums for ", n, " slots");
+    rows.given = (const float*)given->data_ptr();
+  }
+  for (int64_t i = 0; i < n; ++i)
+    if (rows.slots[i] < 0 || rows.slots[i] >= t.capacity) fail(op, ": slots[", i, "] = ", rows.slots[i], " of ", t.capacity);
+  return rows;
+}
+
+Tensor row_sums_op(Tensor slab, Tensor table, Tensor hyper, Tensor slots, Tensor grads, std::optional<Tensor> given) {
+  const char* op = "row_sums";
+  std::vector<Table> t = read_tables(op, {slab}, table);
+  read_hyper(op, t, hyper);
+  Summed rows = read_summed(op, t[0], slots, grads, given);
+  Tensor out = torch::stable::empty({slots.numel(), kSums}, torch::headeronly::ScalarType::Float);
+  std::fill_n((float*)out.data_ptr(), out.numel(), 0.0f);  // rules without sums leave them
+  rows.found = (float*)out.data_ptr();
+  apply_rows(t[0], rows, slots.numel(), threads());
+  return out;
+}
+
+void apply_rows_op(Tensor slab, Tensor written, Tensor table, Tensor hyper, Tensor slots, Tensor grads,
+                   std::optional<Tensor> given, Tensor slot_ids) {
+  const char* op = "apply_rows";
+  std::vector<Table> t = read_tables(op, {slab}, table);
+  read_hyper(op, t, hyper);
+  read_places(op, t, {written}, {slot_ids});
+  apply_rows(t[0], read_summed(op, t[0], slots, grads, given), slots.numel(), threads());
 }
 
 bool all_finite_op(std::vector<Tensor> grads) {
@@ -337,7 +389,7 @@ int64_t check_offsets_op(Tensor offsets, int64_t n_values) {
 
 void init_rows_op(Tensor slab, std::optional<Tensor> slots, std::optional<Tensor> ids, int64_t first_id, int64_t dim,
                   int64_t weight_dtype, int64_t state_offset, int64_t init_code, double p0, double p1, int64_t key,
-                  Tensor state_init, Tensor normal_table) {
+                  Tensor state_init, Tensor normal_table, int64_t first_column) {
   const char* op = "init_rows";
   require(op, "slab", slab, Type::kU8);
   require(op, "state_init", state_init, Type::kF32);
@@ -358,6 +410,7 @@ void init_rows_op(Tensor slab, std::optional<Tensor> slots, std::optional<Tensor
   if (ids && ids->numel() != a.n) fail(op, ": ", ids->numel(), " ids for ", a.n, " rows");
   if (dim < 1 || dim > a.row_bytes || a.row_bytes > kMaxRowBytes || state_offset > a.row_bytes || weight_dtype < 0 || weight_dtype > 2 || init_code < 0 || init_code > 3)
     fail(op, ": dim ", dim, ", weight dtype code ", weight_dtype, ", init code ", init_code);
+  if (first_column < 0 || first_column > kMaxRowBytes) fail(op, ": first_column ", first_column);
   const int64_t weight_bytes = dim * (weight_dtype == kFloat32 ? 4 : 2);
   if (state_offset < weight_bytes || state_offset + 4 * state_init.numel() > a.row_bytes)
     fail(op, ": a row of ", a.row_bytes, " bytes does not hold dim ", dim, " and ", state_init.numel(), " floats of state");
@@ -374,6 +427,7 @@ void init_rows_op(Tensor slab, std::optional<Tensor> slots, std::optional<Tensor
   a.key = (uint64_t)key;
   a.state = (const float*)state_init.data_ptr();
   a.state_floats = state_init.numel();
+  a.first_column = first_column;
   init_rows(a, threads());
 }
 
@@ -404,7 +458,11 @@ STABLE_TORCH_LIBRARY(embcache, m) {
   m.def("check_ids(Tensor values, Tensor? offsets, Tensor features, Tensor rows) -> int");
   m.def("check_offsets(Tensor offsets, int n_values) -> int");
   m.def("init_rows(Tensor(a!) slab, Tensor? slots, Tensor? ids, int first_id, int dim, int weight_dtype, "
-        "int state_offset, int init_code, float p0, float p1, int key, Tensor state_init, Tensor normal_table) -> ()");
+        "int state_offset, int init_code, float p0, float p1, int key, Tensor state_init, Tensor normal_table, "
+        "int first_column=0) -> ()");
+  m.def("row_sums(Tensor slab, Tensor table, Tensor hyper, Tensor slots, Tensor grads, Tensor? given) -> Tensor");
+  m.def("apply_rows(Tensor(a!) slab, Tensor(b!) written, Tensor table, Tensor hyper, Tensor slots, Tensor grads, "
+        "Tensor? given, Tensor slot_ids) -> ()");
   m.def("isa() -> str");
   m.def("isas() -> str");
   m.def("set_isa(str name) -> ()");
@@ -418,6 +476,8 @@ STABLE_TORCH_LIBRARY_IMPL(embcache, CPU, m) {
   m.impl("check_ids", TORCH_BOX(&embcache::check_ids_op));
   m.impl("check_offsets", TORCH_BOX(&embcache::check_offsets_op));
   m.impl("init_rows", TORCH_BOX(&embcache::init_rows_op));
+  m.impl("row_sums", TORCH_BOX(&embcache::row_sums_op));
+  m.impl("apply_rows", TORCH_BOX(&embcache::apply_rows_op));
   m.impl("all_finite", TORCH_BOX(&embcache::all_finite_op));
 }
 

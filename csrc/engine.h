@@ -64,6 +64,8 @@ void grad_weights(const std::vector<Table>& tables, const std::vector<Feature>& 
 // Returns the number of rows updated.
 int64_t fused_update(const std::vector<Table>& tables, const std::vector<Feature>& features, const Input& in,
                      Parallel par);
+// The rule on n rows whose gradients are summed, or, where rows.found is not null, what it sums over each of them.
+void apply_rows(const Table& table, const Summed& rows, int64_t n, const Parallel& par);
 bool all_finite(const void* data, int dtype, int64_t rows, int64_t columns, int64_t stride, const Parallel& par);
 // First position of a feature whose id is outside [0, rows[table]), or -1; rows[table] < 0: every id is inside.
 int64_t check_ids(const std::vector<Feature>& features, const int64_t* rows, const Input& in, const Parallel& par);

@@ -15,9 +15,10 @@ constexpr int kRules = 8;
 // of kChunk, and the chunk sums are then added in ascending order. This alone decides the association of the sum.
 constexpr int64_t kChunk = 1024;
 
+// A table may be some columns of a wider one: `first` is then the column it begins with and `whole` their number.
 struct Table {
   uint8_t* slab;
-  int64_t capacity, row_bytes, dim, state_offset;
+  int64_t capacity, row_bytes, dim, state_offset, first, whole;
   int dtype, rule, flags;
   uint64_t key;         // of stochastic rounding
   uint32_t step;        // its stream
@@ -69,6 +70,17 @@ struct Init {
   const int32_t* normal;  // 1602 knots
   const float* state;
   int64_t state_floats;
+  int64_t first_column;  // of the slab, in the rows that ids have
+};
+
+constexpr int kSums = 3;  // what rules sum over the columns of a row: two sums of theirs, and w * w for max_norm
+
+// Row i: slots[i], distinct, with the summed gradient grads[i * dim ..]; given[i * kSums ..] (or null) are the sums to
+// use in place of those over the columns there are. Where `found` is not null, those go there and no row changes.
+struct Summed {
+  const int64_t* slots;
+  const float *grads, *given;
+  float* found;
 };
 
 struct Kernels {
@@ -84,6 +96,8 @@ struct Kernels {
   void (*sum_range)(const Table&, const Groups&, int64_t from, int64_t n, float* out);
   // Applies the rule to one row, whose summed gradient is g (times the multiplier).
   void (*apply)(const Table&, int64_t slot, float* g, float* scratch);
+  // The rule on rows [begin, end); `scratch`: padded dim floats and a row.
+  void (*apply_rows)(const Table&, const Summed&, int64_t begin, int64_t end, float* scratch);
   bool (*finite)(const void* data, int dtype, int64_t n);
   // Whether any of n ids is outside [0, rows).
   bool (*ids_outside)(const void* values, int wide, int64_t n, int64_t rows);

@@ -18,7 +18,8 @@ namespace EC_NS {
 #define EC_STRING(x) EC_STRING2(x)
 
 extern const Kernels kernels;
-const Kernels kernels = {EC_STRING(EC_NS), pool, dot, gather_grads, update, sum_range, apply_one, finite, ids_outside, init_rows};
+const Kernels kernels = {EC_STRING(EC_NS), pool,   dot,         gather_grads, update, sum_range, apply_one,
+                         apply_rows,        finite, ids_outside, init_rows};
 
 }  // namespace EC_NS
 }  // namespace embcache

@@ -50,9 +50,11 @@ static void init_rows(const Init& a, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     uint8_t* row = a.slab + (a.slots ? a.slots[i] : i) * a.row_bytes;
     const uint64_t id = (uint64_t)(a.ids ? a.ids[i] : a.first_id + i);
-    for (int64_t d = 0; d < a.dim; d += kDraw) {
-      const int n = a.dim - d < kDraw ? (int)(a.dim - d) : kDraw;
-      initial(a, id, d, n, w);
+    for (int64_t at = a.first_column & ~(int64_t)3, end = a.first_column + a.dim; at < end; at += kDraw) {
+      const int skip = at < a.first_column ? (int)(a.first_column - at) : 0;
+      const int n = (end - at < kDraw ? (int)(end - at) : kDraw) - skip;
+      const int64_t d = at + skip - a.first_column;
+      initial(a, id, at, skip, n, w);
       if (a.dtype == kFloat32) {
         memcpy((float*)row + d, w, (size_t)n * 4);
         continue;

@@ -9,7 +9,7 @@ namespace EC_NS {
 
 constexpr int kDraw = 64;  // columns drawn together
 
-// Random words of columns first .. first + 63 of a row (first a multiple of 4).
+// Random words of columns first .. first + 63 of a row (first a multiple of 4: columns are drawn in fours).
 static inline void draw(uint64_t key, uint64_t id, int64_t first, uint32_t stream, uint32_t* words) {
   uint32_t c0[16], c1[16], c2[16], c3[16];
   for (int i = 0; i < 16; ++i) {
@@ -72,16 +72,17 @@ EC_INLINE int32_t normal_fixed(const int32_t* table, uint32_t x, bool truncated)
   return (int32_t)(x >> 31 ? -z : z);
 }
 
-// Initial weights of columns first .. first + n - 1 (n <= 64) of an id.
-static inline void initial(const Init& a, uint64_t id, int64_t first, int n, float* out) {
+// Initial weights of n columns of an id, from first + skip on, first a multiple of 4; skip + n <= 64.
+static inline void initial(const Init& a, uint64_t id, int64_t first, int skip, int n, float* out) {
   const int code = a.code;
   const float p0 = a.p0, p1 = a.p1;
   if (code == 0) {
     for (int i = 0; i < n; ++i) out[i] = p0;
     return;
   }
-  uint32_t x[kDraw];
-  draw(a.key, id, first, 0, x);
+  uint32_t words[kDraw];
+  draw(a.key, id, first, 0, words);
+  const uint32_t* x = words + skip;
   if (code == 1) {
     const float step = p0 / 8388608.0f;
     for (int i = 0; i < n; ++i) out[i] = (float)((int32_t)(x[i] >> 8) - 8388608) * step;

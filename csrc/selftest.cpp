@@ -50,6 +50,7 @@ uint64_t run(const Problem& p, const Parallel& par) {
   Table t = {};
   const int64_t size = p.dtype == kFloat32 ? 4 : 2;
   t.dim = p.dim, t.capacity = p.capacity, t.dtype = p.dtype, t.rule = p.rule;
+  t.first = p.rule, t.whole = p.dim + 2 * p.rule;  // from rule 1 on, some columns of wider rows
   t.state_offset = (p.dim * size + 3) / 4 * 4;
   t.row_bytes = t.state_offset + 4 * (2 * p.dim + 2);
   t.flags = p.round ? kFlagRound : 0;
@@ -68,6 +69,7 @@ uint64_t run(const Problem& p, const Parallel& par) {
   Init a = {};
   a.slab = t.slab, a.capacity = t.capacity, a.row_bytes = t.row_bytes, a.dim = p.dim, a.state_offset = t.state_offset;
   a.dtype = p.dtype, a.first_id = -5, a.n = t.capacity, a.code = 1 + p.rule % 3, a.p0 = 0.7f, a.p1 = 0.1f, a.key = 99;
+  a.first_column = t.first;
   a.normal = normal.data(), a.state = initial.data(), a.state_floats = 2 * p.dim + 2;
   init_rows(a, par);
 
@@ -93,6 +95,16 @@ uint64_t run(const Problem& p, const Parallel& par) {
   const bool finite = all_finite(grads.data(), kFloat32, p.bags, p.dim, p.dim, par);
   const int64_t bad = check_ids(features, &t.capacity, in, par);
   const int64_t rows = fused_update(tables, features, in, par);
+  const int64_t slots[] = {3, 96, 5, 0};
+  std::vector<float> sums(4 * kSums), total(4 * kSums, 1.5f);
+  Summed summed = {slots, grads.data(), nullptr, sums.data()};
+  for (int pass = 0; pass < 2; ++pass) {
+    apply_rows(t, summed, 4, par);
+    sum = checksum(sums.data(), sums.size() * 4, sum);
+    summed.given = total.data();
+  }
+  summed.found = nullptr;
+  apply_rows(t, summed, 4, par);
   sum = checksum(t.slab, (size_t)(t.capacity * t.row_bytes), sum);
   sum = checksum(written.data(), written.size(), sum);
   const int64_t facts[] = {finite, bad, rows};

@@ -342,4 +342,12 @@ int64_t fused_update(const std::vector<Table>& tables, const std::vector<Feature
   return rows.load();
 }
 
+void apply_rows(const Table& t, const Summed& rows, int64_t n, const Parallel& par) {
+  constexpr int64_t kGrain = 256;
+  par.sized(n * t.dim).each((n + kGrain - 1) / kGrain, [&](int64_t i, int) {
+    float* scratch = worker_memory().sums.get<float>(padded(t.dim) + t.row_bytes / 4);
+    active().apply_rows(t, rows, i * kGrain, std::min(n, (i + 1) * kGrain), scratch);
+  });
+}
+
 }  // namespace embcache

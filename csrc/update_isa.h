@@ -136,14 +136,16 @@ EC_INLINE void reduce_columns(const Hyper& h, const Coef& c, const float* g, con
   if (R::kReduceWrites) States<R>::store(x, st, dim, d, n);
 }
 
-// Scales w[0..dim) back to norm max_norm where it is longer.
-static EC_NOINLINE void renormalise(float* w, int64_t dim, float max_norm) {
+// Scales w[0..dim) back to norm max_norm where it is longer; given, found: the sum of squares, as in apply_row.
+static EC_NOINLINE void renormalise(float* w, int64_t dim, float max_norm, const float* given, float* found) {
   V acc = v_zero();
   for (int64_t d = 0; d < dim; d += 16) {
     const V x = v_load_n(w + d, dim - d < 16 ? (int)(dim - d) : 16);
     acc = acc + x * x;
   }
-  const float norm = ec_sqrt(v_sum(acc));
+  const float squares = v_sum(acc);
+  if (found) *found = squares;
+  const float norm = ec_sqrt(given ? *given : squares);
   if (!(norm > max_norm)) return;
   const V scale = v_set1(max_norm / norm);
   for (int64_t d = 0; d < dim; d += 16) v_store(w + d, v_load(w + d) * scale);
@@ -159,11 +161,13 @@ template <bool kBf16>
 static EC_NOINLINE void store_rounded(const Table& t, int64_t slot, const float* from, uint16_t* w) {
   const uint64_t id = (uint64_t)(t.slot_ids ? t.slot_ids[slot] : slot);
   uint32_t words[kDraw];
-  for (int64_t d = 0; d < t.dim; d += kDraw) {
-    draw(t.key, id, d, t.step, words);
-    const int n = t.dim - d < kDraw ? (int)(t.dim - d) : kDraw;
+  for (int64_t at = t.first & ~(int64_t)3, end = t.first + t.dim; at < end; at += kDraw) {
+    draw(t.key, id, at, t.step, words);
+    const int skip = at < t.first ? (int)(t.first - at) : 0;
+    const int n = (end - at < kDraw ? (int)(end - at) : kDraw) - skip;
+    const int64_t d = at + skip - t.first;
     for (int i = 0; i < n; ++i)
-      w[d + i] = kBf16 ? round_bf16(from[d + i], words[i]) : round_f16(from[d + i], words[i]);
+      w[d + i] = kBf16 ? round_bf16(from[d + i], words[skip + i]) : round_f16(from[d + i], words[skip + i]);
   }
 }
 EC_INLINE void store_final(const Table& t, int64_t, const float* from, float* w, F32) {
@@ -174,9 +178,11 @@ EC_INLINE void store_final(const Table& t, int64_t slot, const float* from, uint
   t.flags & kFlagRound ? store_rounded<kBf16>(t, slot, from, w) : store_row<F16<kBf16>>(t, from, w);
 }
 
-// One row: both passes of the rule, then max_norm, then storage. `buffer` holds padded(dim) floats.
+// One row: both passes of the rule, then max_norm, then storage. `buffer` holds padded(dim) floats. Of a row that lies
+// in several tables, given[kSums] (or null) are the sums over all its columns, and found[kSums] takes those over these.
 template <class R, class S>
-static EC_NOINLINE void apply_row(const Table& t, const Hyper& h, int64_t slot, const float* g, float* buffer) {
+static EC_NOINLINE void apply_row(const Table& t, const Hyper& h, int64_t slot, const float* g, float* buffer,
+                                  const float* given, float* found) {
   typedef typename S::type T;
   const int64_t dim = t.dim, full = dim & ~(int64_t)15;
   uint8_t* row = t.slab + slot * t.row_bytes;
@@ -189,14 +195,16 @@ static EC_NOINLINE void apply_row(const Table& t, const Hyper& h, int64_t slot, 
     V r0 = v_zero(), r1 = v_zero();
     for (int64_t d = 0; d < full; d += 16) reduce_columns<R, S>(h, c, g, w, st, dim, d, 16, r0, r1);
     if (full < dim) reduce_columns<R, S>(h, c, g, w, st, dim, full, (int)(dim - full), r0, r1);
-    R::finish(h, c, v_sum(r0), v_sum(r1), dim, scalars);
+    const float s0 = v_sum(r0), s1 = v_sum(r1);
+    if (found) found[0] = s0, found[1] = s1;
+    R::finish(h, c, given ? given[0] : s0, given ? given[1] : s1, t.whole, scalars);
   }
   const bool direct = sizeof(T) == 4 && h.max_norm <= 0.0f;
   float* out = direct ? (float*)w : buffer;
   for (int64_t d = 0; d < full; d += 16) apply_columns<R, S>(h, c, g, w, st, dim, d, 16, out);
   if (full < dim) apply_columns<R, S>(h, c, g, w, st, dim, full, (int)(dim - full), out);
   if (!direct) {
-    if (h.max_norm > 0.0f) renormalise(buffer, dim, h.max_norm);
+    if (h.max_norm > 0.0f) renormalise(buffer, dim, h.max_norm, given ? given + 2 : nullptr, found ? found + 2 : nullptr);
     store_final(t, slot, buffer, w, S());
   }
   if (t.written) mark_written(t.written, slot);
@@ -214,18 +222,35 @@ static void update_run(const Table& t, const Groups& g, int64_t begin, int64_t e
     const int64_t from = g.starts[i], n = g.starts[i + 1] - from;
     if (n > largest) continue;
     sum_group(t, g, from, n, sum, part);
-    apply_row<R, S>(t, h, (int64_t)(g.pairs[from] >> g.payload_bits), sum, buffer);
+    apply_row<R, S>(t, h, (int64_t)(g.pairs[from] >> g.payload_bits), sum, buffer, nullptr, nullptr);
   }
 }
 
 template <class R, class S>
 static void apply_run(const Table& t, int64_t slot, float* g, float* scratch) {
   const Hyper h = t.hyper;
-  apply_row<R, S>(t, h, slot, g, scratch);
+  apply_row<R, S>(t, h, slot, g, scratch, nullptr, nullptr);
+}
+
+template <class R, class S>
+static void summed_run(const Table& t, const Summed& rows, int64_t begin, int64_t end, float* scratch) {
+  const Hyper h = t.hyper;
+  Table copy = t;  // where only the sums are asked for, the rule runs on a copy of the row
+  copy.slab = (uint8_t*)(scratch + padded(t.dim));
+  copy.written = nullptr, copy.slot_ids = nullptr;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t slot = rows.slots[i];
+    if (i + kGroupsAhead < end) prefetch_write(t.slab + rows.slots[i + kGroupsAhead] * t.row_bytes, t.row_bytes);
+    const float *g = rows.grads + i * t.dim, *given = rows.given ? rows.given + i * kSums : nullptr;
+    if (rows.found) memcpy(copy.slab, t.slab + slot * t.row_bytes, (size_t)t.row_bytes);
+    apply_row<R, S>(rows.found ? copy : t, h, rows.found ? 0 : slot, g, scratch, given,
+                    rows.found ? rows.found + i * kSums : nullptr);
+  }
 }
 
 typedef void (*UpdateFn)(const Table&, const Groups&, int64_t, int64_t, int64_t, float*);
 typedef void (*ApplyFn)(const Table&, int64_t, float*, float*);
+typedef void (*SummedFn)(const Table&, const Summed&, int64_t, int64_t, float*);
 #define EC_BY_TYPE(f, R) {f<R, F32>, f<R, F16<true>>, f<R, F16<false>>}
 #define EC_BY_RULE(f)                                                                                             \
   {EC_BY_TYPE(f, SGD),         EC_BY_TYPE(f, Adagrad), EC_BY_TYPE(f, RowWiseAdagrad), EC_BY_TYPE(f, Adam), \
@@ -239,6 +264,11 @@ static void update(const Table& t, const Groups& g, int64_t begin, int64_t end, 
 static void apply_one(const Table& t, int64_t slot, float* g, float* scratch) {
   static const ApplyFn fn[kRules][3] = EC_BY_RULE(apply_run);
   fn[t.rule][t.dtype](t, slot, g, scratch);
+}
+
+static void apply_rows(const Table& t, const Summed& rows, int64_t begin, int64_t end, float* scratch) {
+  static const SummedFn fn[kRules][3] = EC_BY_RULE(summed_run);
+  fn[t.rule][t.dtype](t, rows, begin, end, scratch);
 }
 
 template <class G>

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,6 +24,7 @@ POOLING = {"sum": 0, "mean": 1, "none": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OUT_OF_RANGE = ("raise", "drop", "map")
 MAX_ID = 2**63 - 1
+_OPTIONS = ("admission", "expiry", "columns")
 
 
 def _whole(owner: str, what: str, value: object, least: int, most: int = 2**31 - 1) -> None:
@@ -75,6 +76,21 @@ class Expiry:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """That a table is some columns of a wider one: from column ``first`` on, of rows that have ``of`` columns.
+
+    Its initial rows and its rounding are those of the wider table's columns, bit for bit.
+    """
+
+    first: int
+    of: int
+
+    def __post_init__(self) -> None:
+        _whole("Columns", "first", self.first, 0)
+        _whole("Columns", "of", self.of, 1)
+
+
+@dataclass(frozen=True)
 class TableConfig:
     """One embedding table and the features that read it.
 
@@ -99,6 +115,7 @@ class TableConfig:
         scale_grad_by_freq: divide an id's gradient by its number of occurrences in the batch.
         admission: which ids may have a row of their own; None: all.
         expiry: which rows are forgotten; None: none.
+        columns: which columns of a wider table these are (see ``part``); None: whole rows.
     """
 
     name: str
@@ -118,6 +135,7 @@ class TableConfig:
     scale_grad_by_freq: bool = False
     admission: Admission | None = None
     expiry: Expiry | None = None
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -134,11 +152,13 @@ class TableConfig:
             self._refuse("seed", self.seed, "must be an integer")
         if self.dtype not in DTYPES:
             self._refuse("dtype", self.dtype, "must be torch.float32, torch.bfloat16 or torch.float16")
-        for what, kind in (("admission", Admission), ("expiry", Expiry)):
+        for what, kind in (("admission", Admission), ("expiry", Expiry), ("columns", Columns)):
             if not isinstance(getattr(self, what), kind | None):
                 self._refuse(what, getattr(self, what), f"must be {kind.__name__}(...) or None")
+        if self.columns is not None and self.columns.first + self.embedding_dim > self.columns.of:
+            self._refuse("columns", self.columns, f"has no room for embedding_dim = {self.embedding_dim}")
         self._check_ids()
-        self.init.code(self.num_embeddings, self.embedding_dim)
+        self.init.code(self.num_embeddings, self.whole_dim)
 
     def _refuse(self, what: str, value: object, rule: str) -> None:
         raise BadConfig(f"table {self.name!r}: {what} = {value!r}, {rule}")
@@ -186,6 +206,31 @@ class TableConfig:
     def feature_names(self) -> tuple[str, ...]:
         """The features that read this table, in order."""
         return tuple(self.features)
+
+    def part(self, first: int, last: int) -> TableConfig:
+        """The table of columns [first, last) of this one, under the same name.
+
+        >>> table = TableConfig("user", num_embeddings=10, embedding_dim=8)
+        >>> table.part(2, 5).embedding_dim, table.part(2, 5).columns
+        (3, Columns(first=2, of=8))
+        >>> table.part(0, 8) == table
+        True
+        """
+        if not 0 <= first < last <= self.embedding_dim:
+            self._refuse("columns", (first, last), f"valid range [0, {self.embedding_dim})")
+        if last - first == self.embedding_dim:
+            return self
+        return replace(self, embedding_dim=last - first, columns=Columns(self.first_column + first, self.whole_dim))
+
+    @property
+    def first_column(self) -> int:
+        """The first of its columns in rows that ids have."""
+        return 0 if self.columns is None else self.columns.first
+
+    @property
+    def whole_dim(self) -> int:
+        """Columns of the rows that ids have."""
+        return self.embedding_dim if self.columns is None else self.columns.of
 
     @property
     def unbounded(self) -> bool:
@@ -245,7 +290,7 @@ class TableConfig:
             "state_floats": self.state_floats,
             "init": repr(self.init),
             "seed": self.seed,
-            **{key: repr(option) for key in ("admission", "expiry") if (option := getattr(self, key)) is not None},
+            **{key: repr(option) for key in _OPTIONS if (option := getattr(self, key)) is not None},
         }
 
 

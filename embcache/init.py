@@ -176,12 +176,12 @@ def philox(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Te
     return c0, c1, c2, c3
 
 
-def random_words(key: int, ids: Tensor, dim: int, stream: int = 0) -> Tensor:
-    """int64 [n, dim] holding uint32: the random word of (id, column) in a stream."""
+def random_words(key: int, ids: Tensor, dim: int, stream: int = 0, first: int = 0) -> Tensor:
+    """int64 [n, dim] holding uint32: the random word of (id, column) in a stream, of columns ``first`` and on."""
     ids = ids.to(torch.int64).reshape(-1, 1)
-    blocks = torch.arange((dim + 3) // 4, dtype=torch.int64).reshape(1, -1)
+    blocks = torch.arange(first // 4, (first + dim + 3) // 4, dtype=torch.int64).reshape(1, -1)
     words = philox(key, ids & _MASK32, (ids >> 32) & _MASK32, blocks, torch.tensor(stream & _MASK32))
-    return torch.stack(words, dim=2).reshape(ids.shape[0], -1)[:, :dim]
+    return torch.stack(words, dim=2).reshape(ids.shape[0], -1)[:, first % 4 : first % 4 + dim]
 
 
 def normal_fixed(x: Tensor, truncated: bool, table: Tensor | None = None) -> Tensor:
@@ -199,11 +199,14 @@ def normal_fixed(x: Tensor, truncated: bool, table: Tensor | None = None) -> Ten
     return torch.where(x >> 31 != 0, -z, z)
 
 
-def values(code: int, p0: float, p1: float, key: int, ids: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
-    """fp32 [n, dim]: initial weights of ``ids``; the plain-torch twin of the kernel, equal in every bit."""
+def values(
+    code: int, p0: float, p1: float, key: int, ids: Tensor, dim: int, table: Tensor | None = None, first: int = 0
+) -> Tensor:
+    """fp32 [n, dim]: initial weights of ``ids``, columns ``first`` and on; the plain-torch twin of the kernel, equal in
+    every bit."""
     if code == CONSTANT:
         return torch.full((ids.numel(), dim), p0, dtype=torch.float32)
-    x = random_words(key, ids, dim)
+    x = random_words(key, ids, dim, first=first)
     one = functools.partial(torch.tensor, dtype=torch.float32)
     if code == UNIFORM:
         step = one(p0) / one(2.0**23)

@@ -32,6 +32,7 @@ class Rule:
     _columns: ClassVar[dict[str, int]] = {"lr": LR}
     _wide: ClassVar[int] = 0  # states of embedding_dim floats
     _scalars: ClassVar[int] = 0  # states of one float a row
+    _sums: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -56,6 +57,16 @@ class Rule:
     @property
     def name(self) -> str:
         return type(self).__name__
+
+    @property
+    def row_sums(self) -> int:
+        """How many sums over the columns of a row it needs first, max_norm aside; 0: each column is on its own."""
+        return self._sums
+
+    @property
+    def wide_states(self) -> int:
+        """Of its states, those that have a value a column; they come first."""
+        return self._wide
 
     def state_floats(self, dim: int) -> int:
         """fp32 values of optimizer state in one row."""
@@ -128,6 +139,7 @@ class RowWiseAdagrad(Rule):
         "lr": LR, "eps": EPS, "weight_decay": WEIGHT_DECAY, "max_norm": MAX_NORM, "c": C,
     }  # fmt: skip
     _scalars: ClassVar[int] = 1
+    _sums: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,6 +187,7 @@ class RowWiseAdam(Adam):
     _code: ClassVar[int] = 4
     _wide: ClassVar[int] = 1
     _scalars: ClassVar[int] = 1
+    _sums: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +196,7 @@ class LAMB(Adam):
     row; the ratio is 1 where a norm is 0. State: m and v."""
 
     _code: ClassVar[int] = 5
+    _sums: ClassVar[int] = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +210,7 @@ class LARS(Rule):
     _code: ClassVar[int] = 6
     _columns: ClassVar[dict[str, int]] = {"lr": LR, "eta": ETA, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
     _wide: ClassVar[int] = 1
+    _sums: ClassVar[int] = 2
 
 
 @dataclass(frozen=True, kw_only=True)

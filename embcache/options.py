@@ -3,6 +3,7 @@ kernels, run only for tables that ask for it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,8 +75,29 @@ def _out_of_range(feature: str, table: TableConfig, ids: Tensor, start: int) -> 
 
 def renormalised(rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Rows longer than ``max_norm`` scaled by max_norm / (norm + 1e-7), as ``torch.nn.functional.embedding`` does."""
-    norms = torch.linalg.vector_norm(rows, norm_type, dim=1, keepdim=True)
+    return shortened(rows, torch.linalg.vector_norm(rows, norm_type, dim=1, keepdim=True), max_norm)
+
+
+def shortened(rows: Tensor, norms: Tensor, max_norm: float) -> Tensor:
+    """The same where the norms [n, 1] are known."""
     return torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
+
+
+def norm_part(rows: Tensor, norm_type: float) -> Tensor:
+    """[n, 1]: what some columns of rows add to the norms of the whole rows."""
+    if math.isinf(norm_type):
+        return torch.linalg.vector_norm(rows, norm_type, dim=1, keepdim=True)
+    return (rows.abs() ** norm_type).sum(1, keepdim=True)
+
+
+def norm_of(parts: Tensor, norm_type: float) -> Tensor:
+    """[n, 1]: the norms of whole rows, of what their columns add, [parts, n, 1] in order."""
+    if math.isinf(norm_type):
+        return parts.amax(0)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total ** (1.0 / norm_type)
 
 
 def overlay(slab: Tensor, table: TableConfig, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,8 @@ and how often."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,3 +67,35 @@ def join(table: TableConfig, weight: Tensor, state: Tensor | None = None, meta: 
     if table.meta_bytes and meta is not None:
         metas(table, rows).copy_(meta)
     return rows
+
+
+def cut(table: TableConfig, part: TableConfig, rows: Tensor) -> Tensor:
+    """Whole rows of ``part``, which is ``table.part(first, last)``, from those of ``table``.
+
+    >>> table = TableConfig("t", num_embeddings=4, embedding_dim=5)
+    >>> rows = join(table, torch.arange(10.0).view(2, 5))
+    >>> pieces = [(p, cut(table, p, rows)) for p in (table.part(0, 2), table.part(2, 5))]
+    >>> weights(*pieces[1]).tolist(), torch.equal(glue(table, pieces), rows)
+    ([[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]], True)
+    """
+    first, width = part.first_column - table.first_column, part.embedding_dim
+    state, meta = states(table, rows), metas(table, rows) if table.meta_bytes else None
+    wide = table.optimizer.wide_states
+    blocks = [state[:, k * table.embedding_dim :][:, first : first + width] for k in range(wide)]
+    blocks.append(state[:, wide * table.embedding_dim :])  # of the whole row: the same in every part
+    return join(part, weights(table, rows)[:, first : first + width], torch.cat(blocks, 1), meta)
+
+
+def glue(table: TableConfig, parts: Sequence[tuple[TableConfig, Tensor]]) -> Tensor:
+    """Whole rows of ``table`` from those of all its parts (table of some columns, rows of the same ids), by their
+    first column. What belongs to a whole row, as a row-wise accumulator does, is that of the first part."""
+    split_states = [states(part, rows) for part, rows in parts]
+    blocks = [
+        state[:, k * part.embedding_dim : (k + 1) * part.embedding_dim]
+        for k in range(table.optimizer.wide_states)
+        for (part, _), state in zip(parts, split_states, strict=True)
+    ]
+    first, rows = parts[0]
+    blocks.append(split_states[0][:, table.optimizer.wide_states * first.embedding_dim :])
+    weight = torch.cat([weights(part, piece) for part, piece in parts], 1)
+    return join(table, weight, torch.cat(blocks, 1), metas(first, rows) if table.meta_bytes else None)

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from . import init, optim
-from .config import DTYPES, Admission, Expiry, TableConfig
+from .config import DTYPES, Admission, Columns, Expiry, TableConfig
 from .errors import BadConfig, CorruptStore, NotSupported, SchemaMismatch
 
 __all__ = ["agree", "describe", "restore"]
@@ -46,12 +46,15 @@ _KINDS: dict[str, dict[str, type]] = {
     "init": _classes(init, init.Initializer),
     "admission": {"Admission": Admission},
     "expiry": {"Expiry": Expiry},
+    "columns": {"Columns": Columns},
 }
+_LATER = {"columns": None}  # arguments that are left out where they have this value: what is saved stays as it was
 
 
 def describe(table: TableConfig) -> dict[str, Any]:
     """The JSON description of a table. NotSupported where its rule or initialiser is a class of the caller's own."""
-    out = {field.name: _plain(table, field.name) for field in fields(table)}
+    names = [field.name for field in fields(table)]
+    out = {name: _plain(table, name) for name in names if name not in _LATER or getattr(table, name) != _LATER[name]}
     return {**out, "layout": _layout(table)}
 
 
@@ -61,20 +64,18 @@ def restore(description: Mapping[str, Any], where: str = "the saved tables") -> 
         raise CorruptStore(f"{where}: a table is described by {type(description).__name__}, must be an object")
     name = description.get("name")
     place = f"{where}: table {name!r}"
-    known = [field.name for field in fields(TableConfig)]
-    _check_names(description, [*known, "layout"], place)
+    saved = [field for field in fields(TableConfig) if field.name not in _LATER or field.name in description]
+    _check_names(description, [*(field.name for field in saved), "layout"], place)
     try:
-        table = TableConfig(
-            **{field.name: _value(field, description[field.name], place) for field in fields(TableConfig)}
-        )
+        table = TableConfig(**{field.name: _value(field, description[field.name], place) for field in saved})
         again = describe(table)
     except (BadConfig, NotSupported, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, CorruptStore):
             raise
         raise CorruptStore(f"{place}: {error}") from error
-    for key, value in again.items():
-        if _text(value) != _text(description[key]):
-            raise CorruptStore(f"{place}: {key} = {description[key]!r}, this version would write {value!r}")
+    for key in description:
+        if _text(again.get(key)) != _text(description[key]) or key not in again:
+            raise CorruptStore(f"{place}: {key} = {description[key]!r}, this version would write {again.get(key)!r}")
     return table
 
 

@@ -41,6 +41,7 @@ from .kernels.memory import available_bytes
 from .layout import LayoutCache, PartLayout
 from .lookahead import LookAhead
 from .optim import HYPER, STEP
+from .rowparts import Arenas, RowParts
 from .staged import Gathered, Handle, Part, join
 from .store_disk import StoreDisk, check_folder, tables_of
 from .tiers import Lmdb, Ram
@@ -115,10 +116,12 @@ class EmbeddingStore(StoreDisk):
                 t.optimizer.code,
                 table_key(t.seed, t.name, "rounding"),
                 t.flags,
+                t.first_column,
+                t.whole_dim,
             )
             for t in self.tables
         ]
-        self._described = torch.tensor(rows, dtype=torch.int64).view(-1, 6)
+        self._described = torch.tensor(rows, dtype=torch.int64).view(-1, 8)
         self._limits = torch.tensor([-1 if t.unbounded else t.num_embeddings for t in self.tables], dtype=torch.int64)
         self._slabs = [arena.slab for arena in self.front.arenas]
         self._written = [arena.written for arena in self.front.arenas]
@@ -126,6 +129,8 @@ class EmbeddingStore(StoreDisk):
         self.layouts = LayoutCache(self.tables)
         self._padded = any(t.padding_idx is not None for t in self.tables)
         self._normed = any(t.max_norm is not None for t in self.tables)
+        arenas = Arenas(self.kernels, self._described, self._slabs, self._written, self._slot_ids)
+        self.row_parts = RowParts(self.tables, arenas)
         self._by_freq = any(t.scale_grad_by_freq for t in self.tables)
 
     def _gathering(self) -> None:
@@ -253,7 +258,7 @@ class EmbeddingStore(StoreDisk):
     def _overlaid(self, part: Part, slots: Tensor) -> tuple[list[Tensor], Tensor]:
         slabs = list(self._slabs)
         for t in set(part.layout.tables):
-            if self.tables[t].max_norm is not None:
+            if self.tables[t].max_norm is not None and t not in self.row_parts.tables:
                 slabs[t], slots = options.overlay(slabs[t], self.tables[t], part.positions(t), slots)
         return slabs, slots
 
@@ -366,11 +371,12 @@ class EmbeddingStore(StoreDisk):
         """Sum what was gathered and apply the rules with the numbers in ``hyper``; returns the rows updated."""
         if self.guard is not None:
             self.guard()
-        pending = self._pending
-        if not self.pending_tables():
+        pending, trained = self._pending, self.pending_tables()
+        if not trained:
             self.discard()
             return 0
         self.require_writable("step")
+        self.row_parts.require(trained)
         for item in pending:
             item.check_unchanged()
         leases = [item.source.lease for item in pending]
@@ -380,7 +386,8 @@ class EmbeddingStore(StoreDisk):
         update = join(pending, self.frozen, redirected)
         if self._normed:
             self._renormalise([item.part for item in pending], redirected or [None] * len(pending))
-        rows = self.kernels.fused_update(
+        update, rows = self.row_parts.apply(update, hyper)
+        rows += self.kernels.fused_update(
             self._slabs,
             self._written,
             self._described,
@@ -401,11 +408,16 @@ class EmbeddingStore(StoreDisk):
         return rows
 
     def _renormalise(self, parts: Sequence[Part], redirected: Sequence[Tensor | None]) -> None:
+        apart: dict[int, list[Tensor]] = {}
         for part, other in zip(parts, redirected, strict=True):
             for t in set(part.layout.tables) - self.frozen:
                 if self.tables[t].max_norm is not None:
                     slots = part.slots(other)[part.positions(t)]
-                    options.renormalise_rows(self._slabs[t], self.tables[t], slots)
+                    if t in self.row_parts.tables:
+                        apart.setdefault(t, []).append(slots)
+                    else:
+                        options.renormalise_rows(self._slabs[t], self.tables[t], slots)
+        self.row_parts.renormalise({t: torch.cat(slots) for t, slots in apart.items()})
 
     # the store as a whole ---------------------------------------------------------------------------------------
 

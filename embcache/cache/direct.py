@@ -33,7 +33,7 @@ class DirectTable:
         table = self.table
         if ids is not None:
             self.slab[ids] = 0  # the bytes between and behind weights and state too
-        code, p0, p1 = table.init.code(table.num_embeddings, table.embedding_dim)
+        code, p0, p1 = table.init.code(table.num_embeddings, table.whole_dim)
         self._kernels.init_rows(
             self.slab,
             ids,
@@ -48,6 +48,7 @@ class DirectTable:
             init.table_key(table.seed, table.name),
             torch.tensor(table.optimizer.initial_state(table.embedding_dim), dtype=torch.float32),
             init.normal_table(),
+            table.first_column,
         )
         padding = table.padding_idx
         if padding is not None and (ids is None or bool((ids == padding).any())):

@@ -110,14 +110,14 @@ def _fill(
     halves: np.ndarray,
     slots: np.ndarray,
     ids: np.ndarray,
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     chosen: tuple[int, float, float, int],
     state: np.ndarray,
     knots: np.ndarray,
     scratch: np.ndarray,
 ) -> None:
     """Rows ``slots`` (empty: 0, 1, ...) of the slab, seen as fp32 and as 16-bit words, with those of ``ids``."""
-    dim, dtype, state_at = shape
+    dim, dtype, state_at, first = shape
     code, p0, p1 = chosen[0], np.float32(chosen[1]), np.float32(chosen[2])
     values, key = scratch.view(np.float32), np.uint64(chosen[3])
     words, bits = scratch[:DRAWN], scratch[DRAWN:]
@@ -127,12 +127,12 @@ def _fill(
     for i in range(ids.shape[0]):
         at = slots[i] if slots.shape[0] else i
         row, narrow = floats[at], halves[at]
-        for d in range(0, dim, DRAWN):
-            end = min(d + DRAWN, dim)
+        for column in range(first // 4 * 4, first + dim, DRAWN):
+            d, end = max(column - first, 0), min(column - first + DRAWN, dim)
             block = row[d:end] if dtype == _FLOAT32 else values[: end - d]
             if code != CONSTANT:
-                _draw(key, np.uint64(ids[i]), d, words)
-                _values(code, p0, p1, words, knots, block)
+                _draw(key, np.uint64(ids[i]), column, words)
+                _values(code, p0, p1, words[d + first - column :], knots, block)
             elif dtype == _FLOAT32:
                 block[:] = p0
             if dtype != _FLOAT32:
@@ -152,22 +152,23 @@ def init_rows(
     slab: np.ndarray,
     slots: np.ndarray | None,
     ids: np.ndarray,
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     chosen: tuple[int, float, float, int],
     state: np.ndarray,
     knots: np.ndarray,
 ) -> None:
     """Fill rows of ``slab`` (uint8 [capacity, row_bytes]) with initial weights and state, every other byte with 0.
 
-    ``slots`` int64 [n] (None: rows 0 .. n - 1) and ``ids`` int64 [n]; ``shape``: dim, dtype code, byte of the state;
-    ``chosen``: init code, p0, p1, key as a signed integer; ``state`` fp32; ``knots`` int32, ``init.normal_table()``.
-    Releases the interpreter lock; any number of threads may fill different rows.
+    ``slots`` int64 [n] (None: rows 0 .. n - 1) and ``ids`` int64 [n]; ``shape``: dim, dtype code, byte of the state,
+    first column in the rows that ids have; ``chosen``: init code, p0, p1, key as a signed integer; ``state`` fp32;
+    ``knots`` int32, ``init.normal_table()``. Releases the interpreter lock; any number of threads may
+    fill different rows.
     """
     if ids.shape[0]:
-        dim, dtype, state_offset = shape
+        dim, dtype, state_offset, first = shape
         scratch = np.empty(2 * DRAWN, dtype=np.uint32)
         at = _NO_SLOTS if slots is None else slots
-        place = (dim, dtype, state_offset // 4)
+        place = (dim, dtype, state_offset // 4, first)
         _fill(slab.view(np.float32), slab.view(np.uint16), at, ids, place, chosen, state, knots, scratch)
 
 
@@ -178,8 +179,8 @@ class InitialRows:
     """
 
     def __init__(self, table: TableConfig) -> None:
-        code, p0, p1 = table.init.code(table.num_embeddings, table.embedding_dim)
-        self._shape = table.embedding_dim, DTYPES[table.dtype], table.state_offset
+        code, p0, p1 = table.init.code(table.num_embeddings, table.whole_dim)
+        self._shape = table.embedding_dim, DTYPES[table.dtype], table.state_offset, table.first_column
         self._chosen = code, float(p0), float(p1), table_key(table.seed, table.name)
         self._state = np.array(table.optimizer.initial_state(table.embedding_dim), dtype=np.float32)
         self._knots = normal_table().numpy()

@@ -3,8 +3,9 @@
 A table's arena ("slab") is uint8 [capacity, row_bytes], contiguous; a row holds its weights at byte 0 and at
 ``state_offset`` its fp32 optimizer state: states of ``dim`` floats in the rule's order, then scalars. Descriptors:
 
-* ``tables`` int64 [T, 6]: dim, weight dtype (0 fp32, 1 bf16, 2 fp16), state_offset in bytes, rule, rounding key, flags
-  (bit 0 stochastic rounding, bits 1-2 weight decay: 0 none, 1 L2, 2 decoupled, bit 3 a row's last scalar counts steps);
+* ``tables`` int64 [T, 8]: dim, weight dtype (0 fp32, 1 bf16, 2 fp16), state_offset in bytes, rule, rounding key, flags
+  (bit 0 stochastic rounding, bits 1-2 weight decay: 0 none, 1 L2, 2 decoupled, bit 3 a row's last scalar counts steps),
+  and of a table that is some columns of a wider one the first of them and how many that one has (else 0, dim);
 * ``features`` int64 [F, 7]: table, pooling (0 sum, 1 mean, 2 none), first bag, bags, then where its vectors lie:
   tensor, element offset, elements between bags;
 * ``hyper`` float64 [T, 16]: see ``embcache.optim``.
@@ -124,6 +125,31 @@ def fused_update(
     )
 
 
+def row_sums(slab: Tensor, table: Tensor, hyper: Tensor, slots: Tensor, grads: Tensor, given: Tensor | None) -> Tensor:
+    """fp32 [n, 3]: what the rule of a table (``table`` [1, 8], ``hyper`` [1, 16]) sums over the columns of each row:
+    its first and its second sum, and the squares of the new weights for max_norm. Nothing changes.
+
+    ``slots`` int64 [n], distinct; ``grads`` fp32 [n, dim], their summed gradients, times the multiplier; ``given``: the
+    sums over all columns of rows that lie in several tables, as ``apply_rows`` takes them; the third follows from the
+    first two, so of such rows it is right only where these are given.
+    """
+    return torch.ops.embcache.row_sums(slab, table, hyper, slots, grads, given)
+
+
+def apply_rows(
+    slab: Tensor,
+    written: Tensor,
+    table: Tensor,
+    hyper: Tensor,
+    slots: Tensor,
+    grads: Tensor,
+    given: Tensor | None,
+    slot_ids: Tensor,
+) -> None:
+    """Applies the rule to distinct rows whose gradients are summed already; ``given``: see ``row_sums``."""
+    torch.ops.embcache.apply_rows(slab, written, table, hyper, slots, grads, given, slot_ids)
+
+
 def grad_weights(
     slabs: Sequence[Tensor],
     tables: Tensor,
@@ -172,18 +198,22 @@ def init_rows(
     key: int,
     state_init: Tensor,
     normal_table: Tensor,
+    first_column: int = 0,
 ) -> None:
-    """Fill rows with their initial weights and state; ``slots`` None: rows 0, 1, ... hold ids first_id, ..."""
-    torch.ops.embcache.init_rows(
-        slab, slots, ids, first_id, dim, weight_dtype, state_offset, init_code, p0, p1, key, state_init, normal_table
-    )
+    """Fill rows with their initial weights, columns ``first_column`` and on, and state; ``slots`` None: rows 0, 1, ...
+    hold ids first_id, ..."""
+    place = dim, weight_dtype, state_offset
+    chosen = init_code, p0, p1, key
+    torch.ops.embcache.init_rows(slab, slots, ids, first_id, *place, *chosen, state_init, normal_table, first_column)
 
 
 def _register_fakes() -> None:
     """Shapes for ``torch.compile``. Ops that answer with a number of the data have none to offer: a graph break."""
     torch.library.register_fake("embcache::pooled_lookup", _fake_pooled_lookup)
     torch.library.register_fake("embcache::grad_weights", _fake_grad_weights)
-    torch.library.register_fake("embcache::init_rows", lambda *arguments: None)
+    for name in ("init_rows", "apply_rows"):
+        torch.library.register_fake(f"embcache::{name}", lambda *arguments: None)
+    torch.library.register_fake("embcache::row_sums", lambda *arguments: arguments[4].new_empty(len(arguments[3]), 3))
     for name in ("fused_update", "all_finite", "check_ids", "check_offsets", "touch_rows"):
         torch.library.register_fake(f"embcache::{name}", _data_dependent(name))
 

@@ -3,8 +3,9 @@
 Same functions, arguments and order of summation as the native ops (``embcache/kernels/native.py``). A table's arena
 ("slab") is uint8 [capacity, row_bytes]: a row holds its weights, then at ``state_offset`` its fp32 optimizer state.
 
-``tables`` int64 [T, 6]: dim, weight dtype, state_offset, rule, rounding key, flags. ``features`` int64 [F, 7]: table,
-pooling, first bag, bags, tensor, element offset, element stride. ``hyper`` float64 [T, 16]: see ``embcache.optim``.
+``tables`` int64 [T, 8]: dim, weight dtype, state_offset, rule, rounding key, flags, first column, columns of the rows
+that these are columns of. ``features`` int64 [F, 7]: table, pooling, first bag, bags, tensor, element offset, element
+stride. ``hyper`` float64 [T, 16]: see ``embcache.optim``.
 """
 
 from __future__ import annotations
@@ -180,16 +181,57 @@ def fused_update(
 def _update_rows(
     slab: Tensor, described: list[int], hyper: list[float], slots: Tensor, ids: Tensor, grad: Tensor
 ) -> None:
-    dim, dtype_code, state_offset, rule, key, flags = described
-    weights = weight_view(slab, dim, dtype_code)
-    state = state_view(slab, state_offset, rules.state_floats(rule, dim, flags))
     if hyper[14] != 1.0:
         grad = grad * torch.tensor(hyper[14], dtype=torch.float32)
-    new_w, new_state = rules.apply(rule, flags, hyper, weights[slots].to(torch.float32), state[slots], grad)
+    _apply(slab, described, hyper, slots, ids, grad, rules.RowSums(slots.numel(), described[7]))
+
+
+def _apply(
+    slab: Tensor,
+    described: list[int],
+    hyper: list[float],
+    slots: Tensor,
+    ids: Tensor | None,
+    grad: Tensor,
+    row: rules.RowSums,
+) -> None:
+    """The rule on rows; ``ids`` None: only what it sums is asked for."""
+    dim, dtype_code, state_offset, rule, key, flags, first, _ = described
+    weights = weight_view(slab, dim, dtype_code)
+    state = state_view(slab, state_offset, rules.state_floats(rule, dim, flags))
+    new_w, new_state = rules.apply(rule, flags, hyper, weights[slots].to(torch.float32), state[slots], grad, row)
+    if ids is None:
+        return
     if dtype_code and flags & 1:
-        new_w = round_stochastically(new_w, dtype_code, key, ids, int(hyper[13]))
+        new_w = round_stochastically(new_w, dtype_code, key, ids, int(hyper[13]), first)
     weights[slots] = new_w.to(weights.dtype)
     state[slots] = new_state
+
+
+def row_sums(slab: Tensor, table: Tensor, hyper: Tensor, slots: Tensor, grads: Tensor, given: Tensor | None) -> Tensor:
+    """fp32 [n, 3]: what the rule sums over the columns of each row; nothing changes."""
+    described = table[0].tolist()
+    row = rules.RowSums(slots.numel(), described[7], given)
+    _apply(slab, described, hyper[0].tolist(), slots, None, grads, row)
+    return row.found
+
+
+def apply_rows(
+    slab: Tensor,
+    written: Tensor,
+    table: Tensor,
+    hyper: Tensor,
+    slots: Tensor,
+    grads: Tensor,
+    given: Tensor | None,
+    slot_ids: Tensor,
+) -> None:
+    """The rule on distinct rows whose gradients are summed already."""
+    described = table[0].tolist()
+    ids = slot_ids[slots] if slot_ids.numel() else slots
+    row = rules.RowSums(slots.numel(), described[7], given)
+    _apply(slab, described, hyper[0].tolist(), slots, ids, grads, row)
+    _mark(written, slots)
 
 
 def _mark(written: Tensor, slots: Tensor) -> None:
@@ -200,12 +242,13 @@ def _mark(written: Tensor, slots: Tensor) -> None:
         written |= packed
 
 
-def round_stochastically(x: Tensor, dtype_code: int, key: int, ids: Tensor, step: int) -> Tensor:
-    """fp32 [n, dim] whose values the 16-bit format holds: each rounded up or down, in expectation exactly ``x``.
+def round_stochastically(x: Tensor, dtype_code: int, key: int, ids: Tensor, step: int, first: int = 0) -> Tensor:
+    """fp32 [n, dim] whose values the 16-bit format holds: each rounded up or down, in expectation exactly ``x``, which
+    are columns ``first`` and on.
 
     A random integer below one unit of the kept mantissa is added to the fp32 bits and the rest cut off.
     """
-    words = init.random_words(key, ids, x.shape[1], step)
+    words = init.random_words(key, ids, x.shape[1], step, first)
     cut = 16 if dtype_code == 1 else 13
     bits = x.contiguous().view(torch.int32).to(torch.int64)
     magnitude = bits & 0x7FFFFFFF
@@ -283,8 +326,10 @@ def init_rows(
     key: int,
     state_init: Tensor,
     normal_table: Tensor,
+    first_column: int = 0,
 ) -> None:
-    """Fill rows with their initial weights and state; ``slots`` None: rows 0, 1, ... hold ids first_id, ..."""
+    """Fill rows with their initial weights, columns ``first_column`` and on, and state; ``slots`` None: rows 0, 1, ...
+    hold ids first_id, ..."""
     count = slab.shape[0] if slots is None else slots.numel()
     weights = weight_view(slab, dim, weight_dtype)
     state = state_view(slab, state_offset, state_init.numel())
@@ -293,5 +338,5 @@ def init_rows(
         stop = min(count, start + block)
         at = torch.arange(start, stop) if slots is None else slots[start:stop].to(torch.int64)
         mine = first_id + at if ids is None else ids[start:stop]
-        weights[at] = init.values(init_code, p0, p1, key, mine, dim, normal_table).to(weights.dtype)
+        weights[at] = init.values(init_code, p0, p1, key, mine, dim, normal_table, first_column).to(weights.dtype)
         state[at] = state_init

@@ -53,8 +53,8 @@ class Tables:
             if self.flags & 8:
                 slab.view(torch.float32)[:, -1] = i
             self.slabs.append(slab)
-            rows.append([dim, self.dtype, offset, self.rule, 0x1234567890ABCDEF + i, self.flags])
-        self.described = torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
+            rows.append([dim, self.dtype, offset, self.rule, 0x1234567890ABCDEF + i, self.flags, 0, dim])
+        self.described = torch.tensor(rows, dtype=torch.int64).reshape(-1, 8)
 
     def copy(self) -> list[Tensor]:
         return [s.clone() for s in self.slabs]

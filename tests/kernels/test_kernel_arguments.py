@@ -18,7 +18,7 @@ def problem() -> dict[str, Any]:
     """Two tables of 10 and 20 rows, a feature of 3 bags each."""
     return {
         "slabs": [torch.zeros(10, 64, dtype=torch.uint8), torch.zeros(20, 128, dtype=torch.uint8)],
-        "tables": torch.tensor([[4, 0, 16, 3, 5, 0], [8, 1, 16, 2, 9, 1]]),
+        "tables": torch.tensor([[4, 0, 16, 3, 5, 0, 0, 4], [8, 1, 16, 2, 9, 1, 3, 16]]),
         "features": torch.tensor([[0, 0, 0, 3, 0, 0, 12], [1, 1, 3, 3, 0, 4, 12]]),
         "values": torch.arange(1, 7),
         "offsets": torch.arange(7),
@@ -64,7 +64,7 @@ def test_ids_and_offsets_outside_their_tensors(
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("what", "columns"), [("features", (0, 2, 3, 4, 5, 6)), ("tables", (0, 1, 2, 3))])
+@pytest.mark.parametrize(("what", "columns"), [("features", (0, 2, 3, 4, 5, 6)), ("tables", (0, 1, 2, 3, 6))])
 def test_descriptors_that_overflow(
     native: ModuleType, problem: dict[str, Any], op: str, what: str, columns: tuple[int, ...]
 ) -> None:
@@ -80,11 +80,38 @@ def test_descriptors_that_overflow(
                 run(native, bad, op)
 
 
-@pytest.mark.parametrize("argument", ["dim", "state_offset", "weight_dtype", "init_code", "slot"])
+def test_summed_rows_outside_their_tensors(native: ModuleType, problem: dict[str, Any]) -> None:
+    slab, table = problem["slabs"][1], problem["tables"][1:]
+    hyper, slots, grads = torch.ones(1, 16, dtype=torch.float64), torch.tensor([3, 19]), torch.ones(2, 8)
+    nothing = torch.empty(0, dtype=torch.int64)
+    good = {"slots": slots, "grads": grads, "given": torch.ones(2, 3)}
+
+    def call(op: str, **changes: Any) -> None:
+        if op == "row_sums":
+            native.row_sums(slab, table, hyper, **{**good, **changes})
+        else:
+            native.apply_rows(slab, nothing.to(torch.uint8), table, hyper, **{**good, **changes}, slot_ids=nothing)
+
+    for op in ("row_sums", "apply_rows"):
+        call(op)
+        before = slab.clone()
+        for value in (20, *BIG):
+            with pytest.raises(RuntimeError, match=rf"embcache\.{op}: slots\[1\]"):
+                call(op, slots=torch.tensor([3, value]))
+        for what in ({"grads": grads[:1]}, {"grads": grads[:, :7].contiguous()}, {"given": torch.ones(2, 2)},
+                     {"given": torch.ones(3, 3)}, {"grads": grads.double()}, {"slots": slots.int()}):  # fmt: skip
+            with pytest.raises(RuntimeError, match=rf"embcache\.{op}: "):
+                call(op, **what)
+        assert torch.equal(slab, before)
+
+
+@pytest.mark.parametrize("argument", ["dim", "state_offset", "weight_dtype", "init_code", "slot", "first_column"])
 def test_initial_rows_outside_the_slab(native: ModuleType, argument: str) -> None:
     slab = torch.zeros(10, 64, dtype=torch.uint8)
     for value in BIG:
         given = {"slot": 3, "dim": 4, "weight_dtype": 0, "state_offset": 16, "init_code": 2, argument: value}
+        if argument == "first_column" and 0 <= value <= 2**40:
+            continue
         slots = torch.tensor([given.pop("slot")])
         with pytest.raises(RuntimeError, match=r"embcache\.init_rows: "):
             native.init_rows(slab, slots, slots, 0, **given, p0=0.1, p1=0.0, key=5, state_init=torch.zeros(4),

@@ -254,8 +254,9 @@ def test_arguments_are_checked(native: ModuleType) -> None:
         ({"features": batch.features + torch.tensor([1, 0, 0, 0, 0, 0, 0])}, "names table 1 of 1"),
         ({"features": batch.features + torch.tensor([0, 0, 1, 0, 0, 0, 0])}, "bags"),
         ({"weights": torch.ones(1 + batch.values.numel())}, "weights for"),
-        ({"tables": tables.described + torch.tensor([0, 9, 0, 0, 0, 0])}, "weight dtype code 9"),
-        ({"tables": tables.described + torch.tensor([4, 0, 0, 0, 0, 0])}, "does not fit dim 8"),
+        ({"tables": tables.described + torch.tensor([0, 9, 0, 0, 0, 0, 0, 0])}, "weight dtype code 9"),
+        ({"tables": tables.described + torch.tensor([4, 0, 0, 0, 0, 0, 0, 4])}, "does not fit dim 8"),
+        ({"tables": tables.described + torch.tensor([0, 0, 0, 0, 0, 0, 1, 0])}, "4 columns from 1 of 4"),
     ]:
         with pytest.raises(RuntimeError, match=message):
             call(**changes)
