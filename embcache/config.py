@@ -77,17 +77,21 @@ class Expiry:
 
 @dataclass(frozen=True)
 class Columns:
-    """That a table is some columns of a wider one: from column ``first`` on, of rows that have ``of`` columns.
+    """That a table is some columns of a wider one: from column ``first`` on, of rows that have ``of`` columns, of the
+    table named ``table``.
 
     Its initial rows and its rounding are those of the wider table's columns, bit for bit.
     """
 
     first: int
     of: int
+    table: str
 
     def __post_init__(self) -> None:
         _whole("Columns", "first", self.first, 0)
         _whole("Columns", "of", self.of, 1)
+        if not isinstance(self.table, str) or not self.table:
+            raise BadConfig(f"Columns: table = {self.table!r}, must be a non-empty string")
 
 
 @dataclass(frozen=True)
@@ -207,20 +211,26 @@ class TableConfig:
         """The features that read this table, in order."""
         return tuple(self.features)
 
-    def part(self, first: int, last: int) -> TableConfig:
-        """The table of columns [first, last) of this one, under the same name.
+    def part(self, first: int, last: int, name: str | None = None) -> TableConfig:
+        """The table of columns [first, last) of this one, under another name or the same.
 
         >>> table = TableConfig("user", num_embeddings=10, embedding_dim=8)
         >>> table.part(2, 5).embedding_dim, table.part(2, 5).columns
-        (3, Columns(first=2, of=8))
+        (3, Columns(first=2, of=8, table='user'))
         >>> table.part(0, 8) == table
         True
         """
         if not 0 <= first < last <= self.embedding_dim:
             self._refuse("columns", (first, last), f"valid range [0, {self.embedding_dim})")
-        if last - first == self.embedding_dim:
+        if last - first == self.embedding_dim and name in (None, self.name):
             return self
-        return replace(self, embedding_dim=last - first, columns=Columns(self.first_column + first, self.whole_dim))
+        columns = Columns(self.first_column + first, self.whole_dim, self.random_name)
+        return replace(self, name=name or self.name, embedding_dim=last - first, columns=columns)
+
+    @property
+    def random_name(self) -> str:
+        """The name that, with ``seed``, decides its initial rows and its rounding."""
+        return self.name if self.columns is None else self.columns.table
 
     @property
     def first_column(self) -> int:

@@ -114,7 +114,7 @@ class EmbeddingStore(StoreDisk):
                 t.dtype_code,
                 t.state_offset,
                 t.optimizer.code,
-                table_key(t.seed, t.name, "rounding"),
+                table_key(t.seed, t.random_name, "rounding"),
                 t.flags,
                 t.first_column,
                 t.whole_dim,

@@ -45,7 +45,7 @@ class DirectTable:
             code,
             p0,
             p1,
-            init.table_key(table.seed, table.name),
+            init.table_key(table.seed, table.random_name),
             torch.tensor(table.optimizer.initial_state(table.embedding_dim), dtype=torch.float32),
             init.normal_table(),
             table.first_column,

@@ -181,7 +181,7 @@ class InitialRows:
     def __init__(self, table: TableConfig) -> None:
         code, p0, p1 = table.init.code(table.num_embeddings, table.whole_dim)
         self._shape = table.embedding_dim, DTYPES[table.dtype], table.state_offset, table.first_column
-        self._chosen = code, float(p0), float(p1), table_key(table.seed, table.name)
+        self._chosen = code, float(p0), float(p1), table_key(table.seed, table.random_name)
         self._state = np.array(table.optimizer.initial_state(table.embedding_dim), dtype=np.float32)
         self._knots = normal_table().numpy()
         self._padding = table.padding_idx

@@ -120,8 +120,8 @@ class RemoteFront:
         self.version = 0
         self.kernels = local.kernels
         self.arenas = [Arena(torch.empty(0, 4 * piece.dim, dtype=torch.uint8)) for piece in pieces]
-        rows = [(piece.dim, 0, 4 * piece.dim, 0, 0, 0) for piece in pieces]
-        self.described = torch.tensor(rows, dtype=torch.int64).view(-1, 6)  # fp32 rows without state, under SGD
+        rows = [(piece.dim, 0, 4 * piece.dim, 0, 0, 0, 0, piece.dim) for piece in pieces]
+        self.described = torch.tensor(rows, dtype=torch.int64).view(-1, 8)  # fp32 rows without state, under SGD
         self.none = [torch.empty(0, 4 * piece.dim, dtype=torch.uint8) for piece in pieces]
 
     # stage ------------------------------------------------------------------------------------------------------

@@ -211,7 +211,9 @@ def test_a_part_alone_is_not_trained(changes: dict[str, Any]) -> None:
     batch = ec.KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
     with store.stage(batch) as handle:
         store.update(handle, {"f": torch.ones(1, 1)})
-    with pytest.raises(ec.errors.NotSupported, match=r"table 't' is Columns\(first=3, of=11\) with 1 of them"):
+    with pytest.raises(
+        ec.errors.NotSupported, match=r"table 't' is Columns\(first=3, of=11, table='t'\) with 1 of them"
+    ):
         store.step()
     assert torch.equal(store.weight("t"), before)
     assert store.steps == [0]
@@ -228,20 +230,20 @@ def test_initial_rows_are_the_columns_of_the_whole(start: ec.init.Initializer, r
         ids = torch.arange(40) if rows else torch.tensor([2, -(2**63), 2**63 - 1, -1, 77])
         wanted = ec.EmbeddingStore([whole], tiers()).read_rows("t", ids)[0]
         for first, last in CUTS:
-            part = ec.EmbeddingStore([whole.part(first, last)], tiers())
-            assert torch.equal(part.read_rows("t", ids)[0], wanted[:, first:last])
+            part = ec.EmbeddingStore([whole.part(first, last, f"part{first}")], tiers())
+            assert torch.equal(part.read_rows(part.names[0], ids)[0], wanted[:, first:last])
 
 
 def test_a_part_says_so_wherever_it_is_saved(tmp_path: Path) -> None:
     whole = table()
     part = whole.part(3, 4)
-    assert (part.columns, part.embedding_dim, part.whole_dim) == (Columns(3, 11), 1, 11)
+    assert (part.columns, part.embedding_dim, part.whole_dim) == (Columns(3, 11, "t"), 1, 11)
     assert part.part(0, 1) is part
     assert whole.part(2, 9).part(1, 3) == whole.part(3, 5)
     assert schema.restore(json.loads(json.dumps(schema.describe(part)))) == part
     assert "columns" not in schema.describe(whole)  # as it was before there were parts
     assert schema.restore(json.loads(json.dumps(schema.describe(whole)))) == whole
-    with pytest.raises(ec.errors.SchemaMismatch, match=r"Columns\(first=3, of=11\)"):
+    with pytest.raises(ec.errors.SchemaMismatch, match=r"Columns\(first=3, of=11, table='t'\)"):
         schema.agree([part], [whole.part(4, 5)])
     store = ec.EmbeddingStore([part], [ec.tiers.Ram(rows=4), ec.tiers.Lmdb(tmp_path / "store")])
     store.load_rows("t", torch.tensor([7]), torch.tensor([[3.0]]))
@@ -261,11 +263,13 @@ def test_columns_that_are_not_there(first: int, last: int) -> None:
 
 
 def test_columns_are_checked() -> None:
-    for columns in (Columns(8, 11), Columns(0, 3)):
+    for columns in (Columns(8, 11, "t"), Columns(0, 3, "t")):
         with pytest.raises(ec.errors.BadConfig, match="has no room for embedding_dim = 4"):
             table(embedding_dim=4, columns=columns)
     with pytest.raises(ec.errors.BadConfig, match=r"Columns: first = -1"):
-        Columns(-1, 4)
+        Columns(-1, 4, "t")
+    with pytest.raises(ec.errors.BadConfig, match=r"Columns: table = ''"):
+        Columns(0, 4, "")
     broken = schema.describe(table().part(3, 5))
     broken["columns"]["of"] = 4
     with pytest.raises(ec.errors.CorruptStore, match="has no room"):
