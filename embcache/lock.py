@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from typing import ClassVar
 from weakref import WeakSet, WeakValueDictionary
@@ -26,6 +27,9 @@ class FolderLock:
     forked from this one (a loader's) let go of it at once, so that it ends with this one whatever they do.
     """
 
+    patience: ClassVar[float] = 0.0
+    """Seconds to wait for another writer to end: where this process takes the place of one that was killed."""
+
     _held: ClassVar[WeakValueDictionary[tuple[int, str], FolderLock]] = WeakValueDictionary()
     _open: ClassVar[WeakSet[FolderLock]] = WeakSet()
 
@@ -35,7 +39,15 @@ class FolderLock:
         key = (os.getpid(), str(path.resolve()))
         lock = cls._held.get(key)
         if lock is None or not lock.current():
-            lock = cls._held[key] = cls(path)
+            end = time.monotonic() + cls.patience
+            while True:
+                try:
+                    lock = cls._held[key] = cls(path)
+                    break
+                except StoreLocked:
+                    if time.monotonic() >= end:
+                        raise
+                    time.sleep(0.05)
         return lock
 
     def __init__(self, path: Path) -> None:

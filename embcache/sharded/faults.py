@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod
 
+import torch.distributed as dist
+
 from embcache.errors import RankFailed
 
-__all__ = ["Faults"]
+__all__ = ["Faults", "watcher"]
 
 POLL = 0.25
 ROLL_CALL = 3.0  # a rank that has not answered by then died or hangs
@@ -116,3 +118,17 @@ class Faults:
                     return
         except Exception:  # the store is gone: whoever exchanges something next notices
             return
+
+
+_WATCHERS: dict[Any, Faults] = {}
+
+
+def watcher() -> Faults:
+    """That of the default group, made when it is first asked for."""
+    group = dist.distributed_c10d._get_default_group()
+    if group not in _WATCHERS:
+        for old in _WATCHERS.values():
+            old.close()
+        _WATCHERS.clear()
+        _WATCHERS[group] = Faults(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    return _WATCHERS[group]

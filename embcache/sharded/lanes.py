@@ -22,14 +22,13 @@ from torch import Tensor
 
 from embcache.errors import RankFailed
 from embcache.kernels.memory import huge_empty
-from embcache.sharded.faults import Faults
+from embcache.sharded.faults import watcher
 from embcache.sharded.ledger import Ledger, Link
 
 __all__ = ["NAMES", "Lane", "Lanes", "Pending"]
 
-NAMES = ("ids", "rows", "grads", "dense", "control")
+NAMES = ("ids", "rows", "grads", "dense", "control", "commit")
 T = TypeVar("T")
-_FAULTS: dict[Any, Faults] = {}
 
 
 class Pending(Future[T]):
@@ -53,7 +52,10 @@ class Lane:
     """One lane. ``submit`` runs a function on the lane's thread; the operations below may be called there, and anywhere
     else they submit themselves and wait. All ranks must do the same operations in the same order."""
 
-    def __init__(self, lanes: Lanes, name: str, group: Any, delays: tuple[int, float] | None) -> None:
+    def __init__(
+        self, lanes: Lanes, name: str, group: Any, delays: tuple[int, float] | None, road: str | None = None
+    ) -> None:
+        self.road = name if road is None else road  # as the roll call knows it; ``name`` is the ledger's account
         self.name, self.rank, self.world, self.ledger = name, lanes.rank, lanes.world, lanes.ledger
         self.group = group
         self._lanes = lanes
@@ -64,9 +66,9 @@ class Lane:
         self._current: Pending[Any] | None = None
         self._memory: dict[str, Tensor] = {}
         self._max_delay = 0.0 if delays is None else delays[1]
-        seed = [] if delays is None else [delays[0], lanes.rank, NAMES.index(name)]
+        seed = [] if delays is None else [delays[0], lanes.rank, NAMES.index(name), *self.road[len(name) :].encode()]
         self._delays = np.random.default_rng(seed)
-        self._thread = threading.Thread(target=self._work, name=f"embcache lane {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"embcache lane {self.road}", daemon=True)
         self._thread.start()
 
     # ---- the thread
@@ -226,13 +228,13 @@ class Lane:
         try:
             self._backend.alltoall_base(out, send, sizes, split, self._options).wait()
         except RuntimeError as error:
-            raise self._lanes.broken(self.name, error) from None
+            raise self._lanes.broken(self.road, error) from None
 
     def _enter(self, nbytes: int) -> tuple[float, tuple[float, str] | None]:
         """(when it began, when it may end): a delay of tests, the progress others may ask for, the emulated link."""
         if self._max_delay:
             time.sleep(self._delays.uniform(0.0, self._max_delay))
-        self._lanes.count(self.name)
+        self._lanes.count(self.road)
         begun = time.monotonic()
         if self.ledger.link is None:
             return begun, None
@@ -251,7 +253,7 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of one group of ranks: ``ids``, ``rows``, ``grads``, ``dense``, ``control``.
+    """The lanes of one group of ranks: ``ids``, ``rows``, ``grads``, ``dense``, ``control``, ``commit``.
 
     ``mesh`` is a one-dimensional device mesh or a process group; None is the default group, or this process alone
     where there is none. All its ranks make their lanes at the same point. ``seed_delays=(seed, seconds)`` sleeps a
@@ -263,6 +265,7 @@ class Lanes:
     grads: Lane
     dense: Lane
     control: Lane
+    commit: Lane
 
     def __init__(
         self, mesh: Any = None, emulate: Link | None = None, seed_delays: tuple[int, float] | None = None
@@ -273,11 +276,12 @@ class Lanes:
         self.ranks = [0] if alone else list(dist.get_process_group_ranks(base or dist.group.WORLD))
         self.error: RankFailed | None = None
         self.ledger = Ledger(NAMES, self.rank, self.world, emulate)
-        self._faults = None if self.world == 1 else _faults()
+        self._faults = None if self.world == 1 else watcher()
         if self._faults is not None:
             self._faults.listen(self.fail)
         self._lock = threading.Lock()
         groups = [None if self.world == 1 else _new_group(self.ranks, name) for name in NAMES]
+        self._seed_delays = seed_delays
         self._lanes = [Lane(self, name, group, seed_delays) for name, group in zip(NAMES, groups, strict=True)]
         for lane in self._lanes:
             setattr(self, lane.name, lane)
@@ -287,6 +291,14 @@ class Lanes:
 
     def __getitem__(self, name: str) -> Lane:
         return self._lanes[NAMES.index(name)]
+
+    def more(self, name: str) -> Lane:
+        """Collective: a further road of the kind ``name`` for a thread of its own, whose operations would otherwise
+        cross those of another thread; both share an account of the ledger."""
+        road = f"{name}+{sum(lane.name == name for lane in self._lanes)}"
+        lane = Lane(self, name, None if self.world == 1 else _new_group(self.ranks, road), self._seed_delays, road)
+        self._lanes.append(lane)
+        return lane
 
     def count(self, name: str) -> None:
         """An operation begins: what the roll call compares."""
@@ -348,14 +360,3 @@ def _new_group(ranks: list[int], name: str) -> Any:
     return dist.new_group(
         ranks, timeout=timeout, backend="gloo", use_local_synchronization=partial, group_desc=f"embcache {name}"
     )
-
-
-def _faults() -> Faults:
-    """One watcher for each default group of this process."""
-    group = dist.distributed_c10d._get_default_group()
-    if group not in _FAULTS:
-        for old in _FAULTS.values():
-            old.close()
-        _FAULTS.clear()
-        _FAULTS[group] = Faults(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-    return _FAULTS[group]

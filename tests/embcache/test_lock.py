@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -17,6 +19,8 @@ from embcache.lock import FolderLock
 
 HOLD = """
 import sys
+import threading
+import time
 from pathlib import Path
 from embcache.lock import FolderLock
 lock = FolderLock.take(Path(sys.argv[1]))
@@ -73,3 +77,16 @@ def test_a_forked_child_that_outlives_the_writer_holds_nothing(tmp_path):
         os.killpg(writer, signal.SIGKILL)
         os.close(receive)
         os.close(send)
+
+
+def test_who_takes_a_killed_ones_place_waits_for_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(FolderLock, "patience", 30.0)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout.readline() == "held\n"
+        threading.Timer(0.3, holder.kill).start()
+        begun = time.monotonic()
+        FolderLock.take(tmp_path)
+        assert 0.2 < time.monotonic() - begun < 20
