@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 
 from embcache.errors import RankFailed
 from embcache.sharded.lanes import NAMES, Lanes
@@ -81,6 +82,24 @@ def test_gather_and_broadcast():
         words = ["", "one", "two and more"][:world]
         rows = [[r] * (r + 1) for r in range(world)]
         assert ranks.run(world, gathers) == [(words, rows, f"from {world - 1}")] * world
+
+
+def in_groups(rank):
+    """Lanes of shard groups inside replica groups, and a further road of one kind."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    lanes = Lanes(mesh["shard"])
+    more = lanes.more("ids")
+    both = [lane.submit(lane.header, [[rank.rank]] * 2) for lane in (more, lanes.ids)]
+    came = [pending.result()[:, 0].tolist() for pending in both]
+    report = lanes.ledger.report()
+    lanes.close()
+    return lanes.rank, lanes.ranks, came, report["lanes"]["ids"]["headers"]
+
+
+def test_lanes_of_a_part_of_the_ranks():
+    for rank, result in enumerate(ranks.run(4, in_groups)):
+        group = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert result == (rank % 2, group, [group, group], 2)
 
 
 def in_order(rank, rounds):
