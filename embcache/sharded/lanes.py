@@ -300,6 +300,13 @@ class Lanes:
         self._lanes.append(lane)
         return lane
 
+    def set_timeout(self, limit: timedelta) -> None:
+        """From now on an operation that takes longer has failed; of the default group too. Every rank says so at the
+        same point."""
+        groups = [lane.group for lane in self._lanes if lane.group is not None]
+        for group in [*groups, dist.distributed_c10d._get_default_group()] if groups else []:
+            group._get_backend(torch.device("cpu")).set_timeout(limit)
+
     def count(self, name: str) -> None:
         """An operation begins: what the roll call compares."""
         if self._faults is not None:

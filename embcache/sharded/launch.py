@@ -26,7 +26,7 @@ from embcache.errors import BadConfig, RankFailed
 from embcache.lock import FolderLock
 from embcache.sharded.faults import watcher
 
-__all__ = ["Launch", "die_with_parent", "failing", "finish", "init", "session", "under_torchrun"]
+__all__ = ["Launch", "die_with_parent", "failing", "finish", "init", "limit", "session", "under_torchrun"]
 
 TIMEOUT = 15.0  # seconds until a rank that does not come is given up; EMBCACHE_TIMEOUT is another number
 LOCK_PATIENCE = 30.0  # seconds in which what the ranks before a restart held becomes free
@@ -67,8 +67,7 @@ def init(timeout: float | None = None) -> Launch:
     the time until a rank that hangs is noticed."""
     if not under_torchrun():
         return Launch()
-    if timeout is None:
-        timeout = _seconds("EMBCACHE_TIMEOUT", TIMEOUT)
+    timeout = limit() if timeout is None else timeout
     environment = os.environ
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -96,6 +95,11 @@ def _store(rank: int, timeout: float) -> Any:
         timeout=timedelta(seconds=max(timeout, 60.0)),  # ranks of many machines do not start in the same second
         wait_for_workers=False,
     )
+
+
+def limit() -> float:
+    """Seconds after which a rank that says nothing counts as hanging."""
+    return _seconds("EMBCACHE_TIMEOUT", TIMEOUT)
 
 
 def _seconds(name: str, default: float) -> float:

@@ -277,6 +277,7 @@ def _server() -> _Server:
 def _serve() -> None:
     """Fork ranks on request and report their ends, until the test closes its end."""
     import torch
+    import torch._dynamo  # DistributedDataParallel asks for it
     import torch.distributed
 
     import embcache  # noqa: F401
