@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from embcache.checkpoint import Checkpoints
 from embcache.errors import BadConfig
 from embcache.optim import Rule
 from embcache.train.config import TrainConfig
+from embcache.train.distributed import Session, ShardingConfig
 from embcache.train.flags import flag
 from embcache.train.loop import Trainer
 from embcache.train.observe import Observer
@@ -71,6 +73,7 @@ class ClickConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     monitor: Literal["auc", "ne", "logloss"] = flag("auc", "metric that early stopping and the best weights follow")
     eval_batch_size: int = flag(8192, "samples in a batch of an evaluation")
     workers: int = flag(1, "threads that gather batches ahead")
@@ -114,12 +117,13 @@ def build_tables(data: ClickData, model: ModelConfig, rule: Rule, seed: int) -> 
     ]
 
 
-def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> Trainer:
-    """Tables, model, loaders and optimizers of a configuration; the seed decides all initial values.
+def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints, session: Session | None = None) -> Trainer:
+    """Tables, model, loaders and optimizers of a configuration; the seed decides all initial values. Of the ranks of a
+    ``session`` each loads its share of every batch.
 
     Raises BadConfig where sizes or rates contradict each other or the data, or nothing is left to train on.
     """
-    train = config.train
+    train, session = config.train, session or Session()
     if not len(data.splits.get("train", ())):
         splits = ", ".join(f"{name} {len(rows):,}" for name, rows in data.splits.items() if len(rows))
         raise BadConfig(f"no rows to train on: the data has {splits or 'none'}; give other data or another --split")
@@ -127,19 +131,19 @@ def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> T
         torch.set_num_threads(train.threads)
     seed_all(train.seed)
     tables = build_tables(data, config.model, sparse_rule(config.optimizer), train.seed)
-    sizes = {**config.model.sizes(), "dense_dtype": config.model.dense_dtype, "tiers": config.storage.chain(train.out)}
+    chain = partial(config.storage.chain, train.out)
+    sizes = {**config.model.sizes(), "dense_dtype": config.model.dense_dtype, "tiers": session.first_tiers(chain)}
     try:
         task = ClickTask(build(config.model.model, tables, data.n_dense, **sizes), train.device, config.monitor)
         dense = dense_optimizer(task.model.parameters(), config.optimizer)
     except ValueError as error:  # of the model or of torch, about a size or a rate
         raise BadConfig(str(error)) from error
-    store, watching = task.model.store, observers(train)
+    checkpoints = session.place(task.model, chain, checkpoints, config.sharding)
+    store, watching = task.model.store, observers(train, session)
     if config.storage.caches:
-        _show_plan(config, data, store, watching)
-    if store.durable is not None:  # rows and checkpoints are one folder with one commit point
-        checkpoints, store.checkpoints.keep = store.checkpoints, train.keep
-    batches = Loader(data, "train", train.global_batch_size, shuffle=True, seed=train.seed, workers=config.workers)
-    valid = Loader(data, "valid", config.eval_batch_size) if len(data.splits.get("valid", ())) else None
+        _show_plan(config, data, store, watching, session.world)
+    batches = Loader(data, "train", train.global_batch_size, shuffle=True, seed=train.seed, rank=session.rank,
+                     world_size=session.world, workers=config.workers)  # fmt: skip
     return Trainer(
         task,
         [
@@ -147,20 +151,24 @@ def build_trainer(config: ClickConfig, data: Any, checkpoints: Checkpoints) -> T
             ec.optim.SparseOptimizer(task.model, on_nonfinite=train.on_nonfinite),
         ],
         config.storage.staged(batches, store, task, train.micro_batches),
-        valid,
+        _loader(config, data, "valid", session),
         train,
         config.optimizer,
         checkpoints,
         watching,
+        session,
     )
 
 
-def _show_plan(config: ClickConfig, data: Any, store: ec.EmbeddingStore, watching: Sequence[Observer]) -> None:
-    """Tell what the tables will take; no more rows are ever used than the training data has ids."""
+def _show_plan(
+    config: ClickConfig, data: Any, store: ec.EmbeddingStore, watching: Sequence[Observer], ranks: int
+) -> None:
+    """Tell what the tables will take of a rank; no more rows are ever used than the training data has ids."""
     samples, bags = len(data.splits["train"]), getattr(data, "bags", {})
     most = max([samples, *(len(values) for values, _ in bags.values())])
-    expected = {t.name: min(t.num_embeddings or most, most * len(t.feature_names)) for t in store.tables}
-    size, depth = config.train.global_batch_size, config.storage.depth
+    used = {t.name: min(t.num_embeddings or most, most * len(t.feature_names)) for t in store.tables}
+    expected = {name: -(-rows // ranks) for name, rows in used.items()}
+    size, depth = -(-config.train.global_batch_size // ranks), config.storage.depth
     batches = 1 if depth == "auto" else int(depth)
     plan = ec.plan(store.tables, store.tiers, batch_size=size, depth=batches, expected=expected)
     for observer in watching:
@@ -176,9 +184,15 @@ def model_name(config: ClickConfig) -> str:
     return MODELS[config.model.model].__name__
 
 
-def test_loader(config: ClickConfig, data: Any) -> Loader | None:
-    """The test split, where there is one."""
-    return Loader(data, "test", config.eval_batch_size) if len(data.splits.get("test", ())) else None
+def test_loader(config: ClickConfig, data: Any, session: Session | None = None) -> Loader | None:  # noqa: PT028
+    """The test split, where there is one; of the ranks of a ``session`` each takes its share."""
+    return _loader(config, data, "test", session or Session())
+
+
+def _loader(config: ClickConfig, data: Any, split: str, session: Session) -> Loader | None:
+    if not len(data.splits.get(split, ())):
+        return None
+    return Loader(data, split, config.eval_batch_size, rank=session.rank, world_size=session.world)
 
 
 test_loader.__test__ = False  # type: ignore[attr-defined]

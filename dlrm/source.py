@@ -12,6 +12,7 @@ from typing import TextIO
 from dlrm.data import ColumnCache, IdSpec, Limits, Schema, SplitSpec, preprocess
 from dlrm.data.cache import MANIFEST
 from embcache.errors import BadConfig
+from embcache.train.distributed import Session
 from embcache.train.flags import flag
 
 __all__ = ["DataConfig", "StageLine", "open_data"]
@@ -42,22 +43,35 @@ class DataConfig:
             raise ValueError(f"--max-bad-rows must not be negative, got {self.max_bad_rows}")
 
 
-def open_data(config: DataConfig, out: Path, schema: Schema | str | Path, stream: TextIO | None = None) -> ColumnCache:
-    """The columns to train on; a log is preprocessed once, and an interrupted preprocessing goes on.
+def open_data(
+    config: DataConfig,
+    out: Path,
+    schema: Schema | str | Path,
+    stream: TextIO | None = None,
+    session: Session | None = None,
+) -> ColumnCache:
+    """The columns to train on; a log is preprocessed once, by the first rank of a ``session``, and an interrupted
+    preprocessing goes on.
 
     Raises BadConfig where a preprocessed folder was made with other settings than those given.
     """
+    session = session or Session()
     if any((Path(path) / MANIFEST).is_file() for path in config.data):
         return _open_folder(config, schema)
     folder = config.columns or out / "columns"
     limits = Limits(max_bad_rows=config.max_bad_rows)
-    line = StageLine(stream or sys.stderr, "preprocessing: ")
     ids, split = config.ids or IDS, config.split or SPLIT
-    try:
-        cache = preprocess(list(config.data), folder, schema, ids, split, limits=limits, progress=line)
-    finally:
-        line.close()
-    if cache.info["bad_rows"]:
+
+    def work() -> ColumnCache:
+        line = StageLine(stream or sys.stderr, "preprocessing: ") if session.is_main else None
+        try:
+            return preprocess(list(config.data), folder, schema, ids, split, limits=limits, progress=line)
+        finally:
+            if line is not None:
+                line.close()
+
+    cache = session.first(work)
+    if cache.info["bad_rows"] and session.is_main:
         text = f"skipped {cache.info['bad_rows']:,} malformed rows; the first: {cache.info['bad_examples'][0]}\n"
         (stream or sys.stderr).write(text)
     return cache

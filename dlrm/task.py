@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -58,12 +58,13 @@ class ClickTask:
         logits, labels = self._forward(batch)
         return binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
-    def evaluate(self, batches: Iterable[ClickBatch]) -> Evaluation:
-        """AUC, NE, log loss and calibration over the batches."""
+    def evaluate(self, batches: Iterable[ClickBatch], merged: Callable[[Any], Any] = lambda meter: meter) -> Evaluation:
+        """AUC, NE, log loss and calibration over the batches, those of all ranks where ``merged`` adds them."""
         meter = BinaryMetrics()
         for batch in batches:
             logits, labels = self._forward(batch)
             meter.update(logits, labels)
+        meter = merged(meter)
         return Evaluation(meter.compute(), [(b.weight, b.predicted, b.observed) for b in meter.calibration_bins()])
 
     def _forward(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:

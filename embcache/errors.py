@@ -65,6 +65,10 @@ changed (on_nonfinite='skip' skips such steps, as a GradScaler needs)
         )
 
 
+class NonFiniteLoss(EmbcacheError, FloatingPointError):
+    """The loss or a dense gradient is NaN or infinite; no weight was changed."""
+
+
 class NonFiniteScore(EmbcacheError, ValueError):
     """A model's output is NaN: there is nothing to judge."""
 

@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from dlrm.run import ClickConfig, ModelConfig, build_trainer, test_loader
 from dlrm.source import DataConfig, StageLine, open_data
 from embcache.train.charts import duration
 from embcache.train.config import TrainConfig
+from embcache.train.distributed import Session, open_session
 from embcache.train.flags import flag, run
 from embcache.train.optimizers import OptimizerConfig
-from embcache.train.run import finish, open_run
+from embcache.train.run import Result, finish, open_run
 
 
 @dataclass(frozen=True)
@@ -67,27 +69,39 @@ def generate(log: SyntheticLog, path: Path) -> dict[str, float]:
 
 def main(config: Config) -> None:
     began = time.perf_counter()
-    path = config.out / "log.tsv"
-    say(f"1/3  a click log of {config.rows:,} rows in Criteo's format: {path}")
-    log = SyntheticLog(SyntheticConfig(rows=config.rows, valid=0.05, test=0.1, seed=config.seed))
-    best = generate(log, path)
+    with open_session() as session:
+        say = speaker(session)
+        path = config.out / "log.tsv"
+        say(f"1/3  a click log of {config.rows:,} rows in Criteo's format: {path}")
+        log = SyntheticLog(SyntheticConfig(rows=config.rows, valid=0.05, test=0.1, seed=config.seed))
+        best = session.first(lambda: generate(log, path))
 
-    say("2/3  its lines to columns")
-    demo = settings(config, path)
-    shutil.rmtree(demo.train.out, ignore_errors=True)  # the run of an earlier demo
-    columns = open_data(demo.data, config.out, log.schema)
+        say("2/3  its lines to columns")
+        demo = settings(config, path)
+        if not session.restarted:
+            session.first(lambda: forget(demo.train.out) if session.is_main else None)
+        columns = open_data(demo.data, config.out, log.schema, session=session)
 
-    say("3/3  a DLRM learns to predict the clicks")
-    trainer = build_trainer(demo, columns, open_run(demo.train, demo))
-    trainer.fit()
-    possible = {"auc": best["auc"], "ne": best["ne"], "logloss": best["log_loss"]}
-    result = finish(trainer, test_loader(demo, columns), demo, "DLRM on a generated click log", possible)
+        say("3/3  a DLRM learns to predict the clicks")
+        trainer = build_trainer(demo, columns, open_run(demo.train, demo, session=session), session)
+        trainer.fit()
+        possible = {"auc": best["auc"], "ne": best["ne"], "logloss": best["log_loss"]}
+        result = finish(trainer, test_loader(demo, columns, session), demo, "DLRM on a generated click log", possible)
+        if session.is_main:
+            show(config, result, possible, time.perf_counter() - began)
+
+
+def forget(folder: Path) -> None:
+    """Remove the run of an earlier demo."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def show(config: Config, result: Result, possible: dict[str, float], seconds: float) -> None:
     report = config.out / "report.html"
     shutil.copyfile(result.report, report)
-
     metrics = result.test.metrics if result.test is not None else {}
     share = (metrics["auc"] - 0.5) / (possible["auc"] - 0.5)
-    print(f"\ndone in {duration(time.perf_counter() - began)}; open {report} in a browser\n")
+    print(f"\ndone in {duration(seconds)}; open {report} in a browser\n")
     print("                     this model   best possible   base rate alone")
     print(f"test AUC                 {metrics['auc']:.4f}          {possible['auc']:.4f}            0.5000")
     print(f"test NE                  {metrics['ne']:.4f}          {possible['ne']:.4f}            1.0000")
@@ -95,9 +109,13 @@ def main(config: Config) -> None:
     print("\n".join(result.lines()))
 
 
-def say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+def speaker(session: Session) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if session.is_main:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+    return say
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dlrm.run import ClickConfig, build_trainer, model_name, test_loader
 from dlrm.source import DataConfig, open_data
+from embcache.train.distributed import open_session
 from embcache.train.flags import run
 from embcache.train.run import finish, open_run
 
@@ -19,20 +20,20 @@ class Config(ClickConfig):
 
 
 def main(config: Config) -> None:
-    # The run's folder: config.yaml now, checkpoints and curves on the way, report.html at the end.
-    checkpoints = open_run(config.train, config, config.storage)
+    with open_session() as session:
+        # The run's folder: config.yaml now, checkpoints and curves on the way, report.html at the end.
+        checkpoints = open_run(config.train, config, config.storage, session)
 
-    # Log lines to columns, once; later runs with the same --columns start at once.
-    columns = open_data(config.data, config.train.out, "criteo")
+        # Log lines to columns, once; later runs with the same --columns start at once.
+        columns = open_data(config.data, config.train.out, "criteo", session=session)
 
-    # Tables, model, loaders, optimizers.
-    trainer = build_trainer(config, columns, checkpoints)
-    trainer.fit()
+        # Tables, model, loaders, optimizers.
+        trainer = build_trainer(config, columns, checkpoints, session)
+        trainer.fit()
 
-    # The best weights (or the last) on the test rows.
-    result = finish(trainer, test_loader(config, columns), config, f"{model_name(config)} on a Criteo log")
-    print(f"report {result.report}")
-    print("\n".join(result.lines()))
+        # The best weights (or the last) on the test rows.
+        result = finish(trainer, test_loader(config, columns, session), config, f"{model_name(config)} on a Criteo log")
+        session.say(f"report {result.report}", *result.lines())
 
 
 if __name__ == "__main__":

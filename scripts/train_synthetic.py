@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dlrm.data.synthetic import SyntheticConfig, SyntheticLog
 from dlrm.run import ClickConfig, build_trainer, test_loader
+from embcache.train.distributed import open_session
 from embcache.train.flags import flag, run
 from embcache.train.run import finish, open_run
 
@@ -37,12 +38,10 @@ class Config(ClickConfig):
             raise ValueError(f"--rows {self.rows}: at least 3 for each of the {self.n_tables} tables")
 
 
-def main(config: Config) -> None:
-    checkpoints = open_run(config.train, config, config.storage)
-
+def generated(config: Config) -> SyntheticLog:
     # One row of each table stands for a missing id.
     sizes = (config.rows // config.n_tables - 1,) * config.n_tables
-    log = SyntheticLog(
+    return SyntheticLog(
         SyntheticConfig(
             rows=config.samples,
             tables=sizes,
@@ -56,15 +55,19 @@ def main(config: Config) -> None:
         )
     )
 
-    trainer = build_trainer(config, log, checkpoints)
-    trainer.fit()
 
-    best = log.best("test") if "test" in log.splits else {}
-    result = finish(trainer, test_loader(config, log), config, "A generated click log", best)
-    print(f"report {result.report}")
-    if best:
-        print(f"best possible auc {best['auc']:.4f}, ne {best['ne']:.4f}, logloss {best['log_loss']:.4f}")
-    print("\n".join(result.lines()))
+def main(config: Config) -> None:
+    with open_session() as session:
+        checkpoints, log = open_run(config.train, config, config.storage, session), generated(config)
+        trainer = build_trainer(config, log, checkpoints, session)
+        trainer.fit()
+
+        best = log.best("test") if "test" in log.splits else {}
+        result = finish(trainer, test_loader(config, log, session), config, "A generated click log", best)
+        lines = [f"report {result.report}"]
+        if best:
+            lines.append(f"best possible auc {best['auc']:.4f}, ne {best['ne']:.4f}, logloss {best['log_loss']:.4f}")
+        session.say(*lines, *result.lines())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dlrm.run import ClickConfig, build_trainer, model_name, test_loader
 from dlrm.source import DataConfig, open_data
+from embcache.train.distributed import open_session
 from embcache.train.flags import flag, run
 from embcache.train.run import finish, open_run
 
@@ -29,15 +30,17 @@ class Config(ClickConfig):
 
 
 def main(config: Config) -> None:
-    checkpoints = open_run(config.train, config, config.storage)
-    columns = open_data(config.data, config.train.out, config.schema)
+    with open_session() as session:
+        checkpoints = open_run(config.train, config, config.storage, session)
+        columns = open_data(config.data, config.train.out, config.schema, session=session)
 
-    trainer = build_trainer(config, columns, checkpoints)
-    trainer.fit()
+        trainer = build_trainer(config, columns, checkpoints, session)
+        trainer.fit()
 
-    result = finish(trainer, test_loader(config, columns), config, f"{model_name(config)} on {config.data.data[0]}")
-    print(f"report {result.report}")
-    print("\n".join(result.lines()))
+        result = finish(
+            trainer, test_loader(config, columns, session), config, f"{model_name(config)} on {config.data.data[0]}"
+        )
+        session.say(f"report {result.report}", *result.lines())
 
 
 if __name__ == "__main__":

@@ -111,8 +111,12 @@ class ClickModel(nn.Module):
             warnings.warn(f"{name}: this processor has no bf16 products, dense_dtype='bf16' is slower", stacklevel=3)
         self.n_dense = n_dense
         self.dense_dtype = dense_dtype
-        self.store = ec.EmbeddingStore([*tables, *further], tiers, backend=backend)
-        self.sparse_arch = SparseArch(tables, self.store)
+        self.sparse_arch = SparseArch(tables, ec.EmbeddingStore([*tables, *further], tiers, backend=backend))
+
+    @property
+    def store(self) -> ec.EmbeddingStore:
+        """What holds all tables."""
+        return self.sparse_arch.collection.store
 
     def inputs(self, sparse: ec.KeyedJaggedTensor) -> list[ec.KeyedJaggedTensor]:
         """Every jagged batch that a forward of `sparse` looks up: itself, and under the features of further tables."""

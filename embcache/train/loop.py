@@ -3,6 +3,9 @@
 A step is a batch, cut into micro-batches: each adds the gradient of its loss sum over the *whole* batch's number of
 loss terms, then every optimizer steps once. After the step the position moves on; checkpoints hold the position of the
 last stepped batch, so a run that was killed anywhere and resumed ends in the bits of one that never stopped.
+
+On many ranks each trains on its share of the batch, and every number that decides anything is that of the whole batch:
+the session asks the others.
 """
 
 from __future__ import annotations
@@ -17,20 +20,17 @@ from typing import Any
 import torch
 
 from embcache.checkpoint import Checkpoints
-from embcache.errors import BadConfig, EmbcacheError
+from embcache.errors import BadConfig, NonFiniteLoss
 from embcache.optim import SparseOptimizer
 from embcache.train import state
 from embcache.train.config import TrainConfig
+from embcache.train.distributed import Session
 from embcache.train.observe import Observer, Stopwatch
 from embcache.train.optimizers import OptimizerConfig, schedulers
 from embcache.train.storage import Traffic
 from embcache.train.task import BatchSource, Evaluation, Progress, Task, Window
 
 __all__ = ["NonFiniteLoss", "Trainer"]
-
-
-class NonFiniteLoss(EmbcacheError, FloatingPointError):
-    """The loss or a dense gradient is NaN or infinite; no weight was changed."""
 
 
 class Trainer:
@@ -43,6 +43,7 @@ class Trainer:
         config, optimizer_config: the run's settings.
         checkpoints: where generations go; None trains without (and cannot resume).
         observers: told of every step and point.
+        session: the other ranks; None: there are none.
     """
 
     def __init__(
@@ -55,12 +56,16 @@ class Trainer:
         optimizer_config: OptimizerConfig,
         checkpoints: Checkpoints | None = None,
         observers: Sequence[Observer] = (),
+        session: Session | None = None,
     ) -> None:
         if valid is None and (config.patience is not None or config.eval_every is not None):
             raise BadConfig("--patience and --eval-every need validation data: give a split that has some")
         self.task, self.optimizers, self.batches, self.valid = task, list(optimizers), batches, valid
         self.config, self.clip_norm = config, optimizer_config.clip_norm
         self.checkpoints, self.observers = checkpoints, list(observers)
+        self.session = session or Session()
+        self._loss = self.session.losses(task)
+        self.session.check_equal(task.model)
         self.total_steps = config.epochs * len(batches)
         if config.steps is not None:
             self.total_steps = min(config.steps, self.total_steps)
@@ -68,7 +73,7 @@ class Trainer:
         self.stores = state.stores_of(self.optimizers)
         self.progress = Progress()
         self.last_evaluation: Evaluation | None = None
-        self._traffic = Traffic(self.stores)
+        self._traffic = Traffic(self.stores, self.session)
         self._dense = [p for p in task.model.parameters() if p.requires_grad]
         self._evaluated_at = -1
         self._saved_at = -1
@@ -77,9 +82,11 @@ class Trainer:
 
     def fit(self) -> Progress:
         """Train until the last step or early stopping; resumes first where the configuration says so."""
-        if self.config.resume and self.checkpoints is not None and self.checkpoints.latest is not None:
+        resumes = self.config.resume or self.session.restarted
+        if resumes and self.checkpoints is not None and self.checkpoints.latest is not None:
             self.restore("latest")
             self._tell(f"resumed at step {self.progress.step}")
+        self.session.meet()
         for observer in self.observers:
             observer.begin(self.progress, self.total_steps)
         try:
@@ -101,10 +108,10 @@ class Trainer:
         """One step on a batch; returns the batch's mean loss. A refused step changes nothing but the counters."""
         begun = time.perf_counter()
         self.task.model.train()
-        count = self.task.count(batch)
+        self.session.begin_step(self.config.seed, self.progress.step)
+        count, samples = self.session.total(self.task.count(batch), self.task.samples(batch))
         try:
-            total = self._gradients(batch, count)
-            allowed = self._may_step(total)
+            total, allowed = self._may_step(self._gradients(batch, count))
             if allowed:
                 self._update()
         finally:
@@ -113,7 +120,7 @@ class Trainer:
         for scheduler in self.schedulers:
             scheduler.step()
         self.progress.skipped += not allowed
-        self._count(total if allowed else 0.0, count if allowed else 0, self.task.samples(batch), begun)
+        self._count(total if allowed else 0.0, count if allowed else 0, samples, begun)
         return total / count if count else math.nan
 
     def evaluate(self) -> Evaluation | None:
@@ -133,7 +140,7 @@ class Trainer:
         batches.set_position(0, 0)
         self.task.model.eval()
         with torch.inference_mode():
-            return self.task.evaluate(batches)
+            return self.task.evaluate(batches, self.session.merged)
 
     # checkpoints ------------------------------------------------------------------------------------------------
 
@@ -170,7 +177,8 @@ class Trainer:
             scheduler.load_state_dict({**values, "lr_lambdas": [None] * len(scheduler.base_lrs)})
         state.load_random_state(saved["random"])
         self.progress = Progress(**{**saved["progress"], "window": Window(**saved["progress"]["window"])})
-        self.task.counters.update(saved["counters"])
+        if self.session.is_main:  # they are sums over the ranks
+            self.task.counters.update(saved["counters"])
         self._saved_at = self._evaluated_at = self.progress.step
 
     def _state(self) -> dict[str, Any]:
@@ -181,8 +189,13 @@ class Trainer:
             "schedulers": [{k: v for k, v in s.state_dict().items() if k != lambdas} for s in self.schedulers],
             "random": state.random_state(),
             "progress": dataclasses.asdict(self.progress),
-            "counters": dict(self.task.counters),
+            "counters": self.lookups(),
         }
+
+    def lookups(self) -> dict[str, int]:
+        """Ids looked up in training by feature, on all ranks."""
+        names = sorted(self.task.counters)
+        return dict(zip(names, self.session.total(*(self.task.counters[n] for n in names)), strict=True))
 
     # one step's parts -------------------------------------------------------------------------------------------
 
@@ -217,14 +230,13 @@ class Trainer:
                 )
 
     def _gradients(self, batch: Any, count: int) -> float:
-        """Backward through every micro-batch; returns the batch's loss sum."""
+        """Backward through every micro-batch; returns the loss sum of this rank's part of the batch."""
         parts = [batch] if self.config.micro_batches == 1 else self.task.split(batch, self.config.micro_batches)
+        parts = [part for part in parts if self.session.takes(self.task.count(part))]
         total = 0.0
-        for part in parts:
-            if not self.task.count(part):
-                continue
+        for i, part in enumerate(parts, 1):
             with self._watch("forward"):
-                loss = self.task.loss(part)
+                loss = self._loss(part, i == len(parts))
                 total += float(loss.detach())
             with self._watch("backward"):
                 (loss / max(count, 1)).backward()
@@ -235,38 +247,40 @@ class Trainer:
             with self._watch("embedding update" if isinstance(optimizer, SparseOptimizer) else "dense optimizer"):
                 optimizer.step()
 
-    def _may_step(self, total: float) -> bool:
-        """Clip, and decide what the policy says of numbers that are not finite."""
+    def _may_step(self, total: float) -> tuple[float, bool]:
+        """Clip, and decide what the policy says of numbers that are not finite; with the loss sum of all ranks."""
         policy = self.config.on_nonfinite
-        if policy == "allow":
-            if self.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self._dense, self.clip_norm)
-            return True
-        problem = self._problem(total)
-        if problem is None:
-            return True
-        if policy == "raise":
+        problem, total = self.session.agree(None if policy == "allow" else self._loss_problem(total), total)
+        problem = problem or self._clip(policy != "allow")
+        if problem is not None and policy == "raise":
             raise problem
-        return False
+        return total, problem is None
 
-    def _problem(self, total: float) -> FloatingPointError | None:
-        p = self.progress
-        where = f"step {p.step + 1} (epoch {p.epoch}, batch {p.batch})"
+    def _loss_problem(self, total: float) -> Exception | None:
+        """What this rank alone may have seen."""
         if not math.isfinite(total):
-            return NonFiniteLoss(f"{where}: the loss is {total}; no weight has changed (--on-nonfinite skip goes on)")
-        for store in self.stores:
-            if store.problem is not None:
-                return store.problem
+            return NonFiniteLoss(
+                f"{self._where}: the loss is {total}; no weight has changed (--on-nonfinite skip goes on)"
+            )
+        return next((store.problem for store in self.stores if store.problem is not None), None)
+
+    def _clip(self, check: bool) -> Exception | None:
+        """Clip the dense gradient, which is that of all ranks; give what is wrong with it instead."""
         grads = [q.grad for q in self._dense if q.grad is not None]
-        if not grads:
+        if not grads or not (check or self.clip_norm is not None):
             return None
         norm = torch.nn.utils.get_total_norm(grads)
-        if not torch.isfinite(norm):
+        if check and not torch.isfinite(norm):
             name = self._nonfinite_parameter()
-            return NonFiniteLoss(f"{where}: the gradient of {name} is not finite; no weight has changed")
+            return NonFiniteLoss(f"{self._where}: the gradient of {name} is not finite; no weight has changed")
         if self.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._dense, self.clip_norm, norm)
         return None
+
+    @property
+    def _where(self) -> str:
+        p = self.progress
+        return f"step {p.step + 1} (epoch {p.epoch}, batch {p.batch})"
 
     def _nonfinite_parameter(self) -> str:
         for name, p in self.task.model.named_parameters():

@@ -133,6 +133,20 @@ class BinaryMetrics:
         self._samples += other._samples
         self._histogram.merge(other._histogram)
 
+    def to_bytes(self) -> bytes:
+        """All it has seen, for ``from_bytes`` on another rank."""
+        numbers = np.array([self._loss, self._predicted, self._samples], np.float64)
+        return numbers.tobytes() + self._histogram.to_bytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> BinaryMetrics:
+        """The accumulator that ``to_bytes`` was asked of."""
+        loss, predicted, samples = np.frombuffer(data, np.float64, 3).tolist()
+        histogram = _Histogram.from_bytes(data[24:], grouped=False)
+        meter = cls(histogram.capacity)
+        meter._loss, meter._predicted, meter._samples, meter._histogram = loss, predicted, int(samples), histogram
+        return meter
+
     @property
     def samples(self) -> int:
         """Samples seen."""
@@ -198,6 +212,18 @@ class GroupAuc:
         """Add what another accumulator has seen."""
         self._histogram.merge(other._histogram)
 
+    def to_bytes(self) -> bytes:
+        """All it has seen, for ``from_bytes`` on another rank."""
+        return self._histogram.to_bytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> GroupAuc:
+        """The accumulator that ``to_bytes`` was asked of."""
+        histogram = _Histogram.from_bytes(data, grouped=True)
+        meter = cls(histogram.capacity)
+        meter._histogram = histogram
+        return meter
+
     def compute(self) -> float:
         """The weighted mean of the groups' AUCs; NaN with a warning when no group has both classes."""
         groups, _, positive, negative = self._histogram.sorted()
@@ -239,6 +265,21 @@ class _Histogram:
         group, keys, positive, negative = other.sorted()
         self._parts.append((group, keys >> np.uint32(self.shift - other.shift), positive, negative))
         self._compact()
+
+    def to_bytes(self) -> bytes:
+        columns = self.sorted()
+        head = np.array([self.capacity, self.shift, len(columns[1])], np.int64)
+        return b"".join([head.tobytes(), *(column.tobytes() for column in columns)])
+
+    @classmethod
+    def from_bytes(cls, data: bytes, grouped: bool) -> _Histogram:
+        capacity, shift, n = np.frombuffer(data, np.int64, 3).tolist()
+        histogram, columns, place = cls(capacity, grouped), [], 24
+        for kind, length in ((np.int64, n if grouped else 0), (np.uint32, n), (np.float64, n), (np.float64, n)):
+            columns.append(np.frombuffer(data, kind, length, place))
+            place += columns[-1].nbytes
+        histogram.shift, histogram._parts = shift, [(columns[0], columns[1], columns[2], columns[3])]
+        return histogram
 
     def sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(groups, keys, weight of positives, weight of negatives), by group then score; no groups when ungrouped."""

@@ -58,6 +58,7 @@ class RunRecord:
     ``history``: dictionaries with ``step`` and ``kind`` ("train": loss, samples_per_second, lr, and of cached tables
     hit_rate, bytes_read, bytes_written, seconds_<stage>, all since the point before; "eval": metrics).
     ``best_possible``: value of a metric that no model can beat, where it is known (generated data).
+    ``exchange``: of every rank, what it sent and waited for by lane (``Ledger.report``); empty with one process.
     ``calibration``: (weight, mean prediction, observed rate) per bin. ``machine``: facts as from ``machine_facts``.
     """
 
@@ -77,6 +78,7 @@ class RunRecord:
     stages: Mapping[str, float] = field(default_factory=dict)
     tables: Sequence[TableFacts] = ()
     calibration: Sequence[tuple[float, float, float]] = ()
+    exchange: Sequence[Mapping[str, Any]] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
 
@@ -93,6 +95,7 @@ def write_report(path: Path, record: RunRecord) -> None:
                 _time_and_calibration(record),
             ),
             _section("Cache and disk", _cache(record)),
+            _section("Exchange between ranks", _exchange(record)),
             _section("Embedding tables", _tables(record)),
             _section("Configuration", _facts(record.config)),
             "<footer>Everything in this file was written by the run itself; it loads nothing from anywhere.</footer>",
@@ -103,9 +106,11 @@ def write_report(path: Path, record: RunRecord) -> None:
     os.replace(temporary, path)
 
 
-def machine_facts() -> dict[str, str]:
+def machine_facts(ranks: int = 1) -> dict[str, str]:
     """Processor, threads, system and versions, as far as the system tells."""
     facts = {"processor": _processor(), "threads": f"{torch.get_num_threads()} of {os.cpu_count()}"}
+    if ranks > 1:
+        facts["ranks"] = str(ranks)
     facts["system"] = f"{platform.system()} {platform.release()}"
     facts["python"] = sys.version.split()[0]
     for package in ("embcache", "torch", "numpy"):
@@ -231,6 +236,31 @@ def _cache(r: RunRecord) -> str:
     spent = [(key.removeprefix(_STAGING).replace("_", " "), _total(_column(points, key))) for key in stages]
     staging = _card(stacked_bar("Staging", spent, "behind training, where it runs ahead"), "wide")
     return f'<div class="grid2">{"".join(map(_card, cards))}{staging}</div>'
+
+
+def _exchange(r: RunRecord) -> str:
+    """Bytes and seconds by lane, and bytes by rank and peer."""
+    if not r.exchange:
+        return ""
+    ranks, lanes = range(len(r.exchange)), list(r.exchange[0]["lanes"])
+    sent = {lane: [rank["lanes"][lane]["sent"] for rank in r.exchange] for lane in lanes}
+    moved = {lane: sum(map(sum, sent[lane])) for lane in lanes}
+    total = sum(moved.values()) or 1
+    rows, shares = [], []
+    for lane in lanes:
+        accounts = [rank["lanes"][lane] for rank in r.exchange]
+        operations = f"{accounts[0]['operations'] + accounts[0]['headers']:,}"
+        seconds = [max(a[name] for a in accounts) for name in ("seconds", "waited")]
+        rows.append((lane, _bytes(moved[lane]), operations, *(f"{s:,.2f} s" for s in seconds)))
+        shares.append(moved[lane] / total)
+    table = bar_table(("lane", "bytes sent", "operations", "in operations", "waited for"), rows, shares)
+    pairs = [[sum(sent[lane][a][b] for lane in lanes) for b in ranks] for a in ranks]
+    rows = [(f"rank {a}", _bytes(sum(pairs[a])), *map(_bytes, pairs[a])) for a in ranks]
+    peers = bar_table(("from", "bytes sent", *(f"to {b}" for b in ranks)), rows, [sum(row) / total for row in pairs])
+    link = r.exchange[0].get("emulated")
+    words = "payload of all ranks; seconds of the rank that took longest"
+    note = f"{words}; on an emulated link of {link['text']}" if link else words
+    return f'<div class="card long"><p class="note total">{escape(note)}</p>{table}{peers}</div>'
 
 
 def _total(values: Sequence[float]) -> float:

@@ -13,23 +13,26 @@ from typing import Any
 
 import yaml
 
-from embcache.checkpoint import Checkpoints
+from embcache.checkpoint import MANIFEST, Checkpoints
 from embcache.errors import CorruptStore, SchemaMismatch
 from embcache.statefile import replace_file
+from embcache.tiers import Lmdb
 from embcache.train.config import TrainConfig
+from embcache.train.distributed import Session
 from embcache.train.flags import flatten, save_yaml
 from embcache.train.loop import Trainer
 from embcache.train.observe import Console, History, Observer, TensorBoard, read_history
 from embcache.train.report import RunRecord, TableFacts, machine_facts, write_report
 from embcache.train.storage import StorageConfig, checkpoint_folder, disk_bytes
-from embcache.train.task import BatchSource, Evaluation
+from embcache.train.task import BatchSource, Evaluation, Progress
 
 __all__ = ["Result", "finish", "observers", "open_run"]
 
 # What a resumed run may change: none of it takes part in what the next steps compute.
 FREE = {"out", "resume", "steps", "epochs", "eval_every", "checkpoint_every", "keep", "patience", "min_delta"}
 FREE |= {"test_weights", "log_every", "tensorboard", "threads", "eval_batch_size", "workers"}
-FREE |= {"tiers", "store", "cache_rows", "cache_bytes", "policy", "depth", "window"}
+FREE |= {"tiers", "store", "cache_rows", "cache_bytes", "policy", "depth", "window", "plan", "checkpoint_dir"}
+NEW = {"wire": None}  # what runs had that were begun before there was such a setting
 
 
 @dataclass(frozen=True)
@@ -48,31 +51,42 @@ class Result:
         return [*self.storage, f"loss {self.loss:.4f}", *tests]
 
 
-def open_run(train: TrainConfig, config: Any, storage: StorageConfig | None = None) -> Checkpoints:
+def open_run(
+    train: TrainConfig, config: Any, storage: StorageConfig | None = None, session: Session | None = None
+) -> Checkpoints:
     """Make or reopen the run's folder and save ``config.yaml`` there; gives the checkpoints of the run, which lie with
-    the rows where ``storage`` keeps those on disk.
+    the rows where ``storage`` keeps those on disk. Ranks that were started again go on as with ``--resume``.
 
     Raises FileExistsError when the folder holds a run and ``--resume`` was not given, FileNotFoundError when a resumed
     run's checkpoints lie elsewhere, StoreLocked when another process trains there, and SchemaMismatch when a resumed
     run changes a setting that its past depends on.
     """
+    session = session or Session()
+    folder = (storage or StorageConfig()).folder(train.out)
+    checkpoints = session.checkpoints(folder, train.keep)
+    session.first(lambda: _claim(train, config, checkpoints, folder, session) if session.is_main else None)
+    session.opened()
+    return checkpoints
+
+
+def _claim(train: TrainConfig, config: Any, checkpoints: Checkpoints, folder: Path, session: Session) -> None:
     train.out.mkdir(parents=True, exist_ok=True)
-    folder, saved = (storage or StorageConfig()).folder(train.out), train.out / "config.yaml"
-    checkpoints = Checkpoints(folder, keep=train.keep)
-    _check_place(train, checkpoints, _folder_before(saved, folder))
-    checkpoints.claim()
-    if not train.resume and checkpoints.latest is not None:
+    saved, resume = train.out / "config.yaml", train.resume or session.restarted
+    _check_place(train, checkpoints, _folder_before(saved, folder), resume)
+    session.claim(checkpoints)
+    if not resume and checkpoints.latest is not None:
         where = train.out if folder.is_relative_to(train.out) else folder
         flag = "--out" if where == train.out else "--store"
         raise FileExistsError(f"{where} already holds a run: go on with it (--resume) or give another {flag}")
     if checkpoints.latest is not None and saved.exists():
         _check_same(saved, flatten(config))
     save_yaml(config, saved)
-    return checkpoints
 
 
-def observers(train: TrainConfig) -> list[Observer]:
-    """The console, the history on disk and, if wanted, TensorBoard."""
+def observers(train: TrainConfig, session: Session | None = None) -> list[Observer]:
+    """The console, the history on disk and, if wanted, TensorBoard; nothing but on the rank that speaks."""
+    if session is not None and not session.is_main:
+        return []
     watching: list[Observer] = [Console(), History(train.out / "history.jsonl")]
     if train.tensorboard:
         watching.append(TensorBoard(train.out / "tensorboard"))
@@ -87,7 +101,7 @@ def finish(
     best_possible: Mapping[str, float] | None = None,
 ) -> Result:
     """Test the weights that the configuration asks for, write ``result.json`` and ``report.html``, close the stores."""
-    train = trainer.config
+    train, session = trainer.config, trainer.session
     progress = dataclasses.replace(trainer.progress)
     tables, saved = _table_facts(trainer), trainer.checkpoints
     if train.test_weights == "best" and saved is not None and saved.best not in (None, saved.latest):
@@ -95,36 +109,47 @@ def finish(
     evaluation = trainer.test(test) if test is not None else None
     speed = progress.samples / progress.seconds if progress.seconds else 0.0
     result = Result(progress.loss, evaluation, train.out / "report.html", _storage_lines(trainer, tables, speed))
-    metrics = {} if evaluation is None else dict(evaluation.metrics)
-    facts = {"loss": progress.loss, "test": metrics, "step": progress.step, "best_step": progress.best_step}
-    replace_file(train.out, "result.json", (json.dumps(_finite(facts), indent=1) + "\n").encode())
-    record = RunRecord(
-        title=title,
-        summary=_summary(trainer, progress),
-        when=time.strftime("%-d %B %Y, %H:%M"),
-        lead=trainer.task.monitor,
-        test=metrics,
-        best_possible=best_possible or {},
-        history=read_history(train.out / "history.jsonl"),
-        seconds=sum(progress.stages.values()),
-        samples=progress.samples,
-        samples_per_second=speed,
-        dense_parameters=sum(p.numel() for p in trainer.task.model.parameters()),
-        sparse_parameters=sum((t.rows or t.written) * t.dim for t in tables),
-        best_step=progress.best_step,
-        stages=progress.stages,
-        tables=tables,
-        calibration=() if evaluation is None else evaluation.calibration,
-        config=flatten(config),
-        machine=machine_facts(),
-    )
-    write_report(result.report, record)
+    exchange = session.exchange()
+    if session.is_main:
+        record = RunRecord(
+            title=title,
+            when=time.strftime("%-d %B %Y, %H:%M"),
+            best_possible=best_possible or {},
+            samples_per_second=speed,
+            tables=tables,
+            exchange=exchange,
+            config=flatten(config),
+        )
+        _write(trainer, progress, result, record)
     trainer.close()
     return result
 
 
+def _write(trainer: Trainer, progress: Progress, result: Result, record: RunRecord) -> None:
+    train, evaluation = trainer.config, result.test
+    metrics = {} if evaluation is None else dict(evaluation.metrics)
+    facts = {"loss": progress.loss, "test": metrics, "step": progress.step, "best_step": progress.best_step}
+    replace_file(train.out, "result.json", (json.dumps(_finite(facts), indent=1) + "\n").encode())
+    record = dataclasses.replace(
+        record,
+        summary=_summary(trainer, progress),
+        lead=trainer.task.monitor,
+        test=metrics,
+        history=read_history(train.out / "history.jsonl"),
+        seconds=sum(progress.stages.values()),
+        samples=progress.samples,
+        dense_parameters=sum(p.numel() for p in trainer.task.model.parameters()),
+        sparse_parameters=sum((t.rows or t.written) * t.dim for t in record.tables),
+        best_step=progress.best_step,
+        stages=progress.stages,
+        calibration=() if evaluation is None else evaluation.calibration,
+        machine=machine_facts(trainer.session.world),
+    )
+    write_report(result.report, record)
+
+
 def _table_facts(trainer: Trainer) -> list[TableFacts]:
-    lookups, facts = trainer.task.counters, []
+    lookups, facts = trainer.lookups(), []
     for store in trainer.stores:
         for t, table in enumerate(store.tables):
             written = store.count_written(table.name)
@@ -146,9 +171,9 @@ def _storage_lines(trainer: Trainer, tables: Sequence[TableFacts], speed: float)
     """Of tables on disk: rows touched of rows declared, bytes on disk, speed."""
     lines = []
     for store in trainer.stores:
-        if store.durable is not None:
+        if isinstance(store.tiers[-1], Lmdb) and trainer.checkpoints is not None:
             written = sum(table.written for table in tables)
-            size = disk_bytes(store.durable.folder)
+            size = disk_bytes(trainer.checkpoints.folder)
             lines.append(f"store {written:,} rows touched, {size:,} bytes on disk, {speed:,.0f} samples/s")
     return lines
 
@@ -165,15 +190,15 @@ def _summary(trainer: Trainer, progress: Any) -> str:
     return text + "."
 
 
-def _check_place(train: TrainConfig, here: Checkpoints, before: Path) -> None:
+def _check_place(train: TrainConfig, here: Checkpoints, before: Path, resume: bool) -> None:
     """The run in ``--out`` has its checkpoints here, or they were moved here, or it has none."""
     if before.resolve() == here.folder.resolve():
         return
-    if Checkpoints(before).latest is not None:
-        if not train.resume:
+    if (before / MANIFEST).exists():
+        if not resume:
             raise FileExistsError(f"{train.out} already holds a run, with its checkpoints in {before}: go on with it "
                                   "(--resume, and its --tiers and --store) or give another --out")  # fmt: skip
-    elif not train.resume or here.latest is not None:
+    elif not resume or here.latest is not None:
         return
     raise FileNotFoundError(f"--resume: the run in {train.out} has its checkpoints in {before}, not in {here.folder}: "
                             "give its --tiers and --store")  # fmt: skip
@@ -197,9 +222,10 @@ def _load(path: Path) -> dict[str, Any] | None:
 
 
 def _check_same(path: Path, now: dict[str, Any]) -> None:
-    before = _load(path)
-    if before is None:
+    loaded = _load(path)
+    if loaded is None:
         raise CorruptStore(f"{path} is not the configuration of a run")
+    before = {**NEW, **loaded}
     # The length of the run is free where the learning rate does not follow it.
     free = FREE if now.get("lr_schedule") == "constant" else FREE - {"steps", "epochs"}
     names = [n for n in {**before, **now} if n not in free and before.get(n) != now.get(n)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -74,6 +75,16 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     random.seed(seed)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make the random numbers that follow a function of (seed, step, rank) alone."""
+    mixed = int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()) >> 1
+    torch.default_generator.manual_seed(mixed)  # torch.manual_seed would also queue a call for devices not in use
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(mixed)
+    np.random.seed(mixed % 2**32)  # noqa: NPY002
+    random.seed(mixed)
 
 
 def random_state() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from embcache.store import EmbeddingStore
 from embcache.tiers import Lmdb, Ram
+from embcache.train.distributed import Session
 from embcache.train.flags import flag
 from embcache.train.task import BatchSource, Task
 
@@ -110,14 +111,14 @@ class StorageConfig:
         """Where the checkpoints of a run in ``out`` are: with the rows, where those are on disk."""
         return checkpoint_folder(self.tiers, self.store, out)
 
-    def chain(self, out: Path) -> list[Any]:
-        """Descriptions of the tiers of a run in ``out``."""
+    def chain(self, out: Path, folder: Path | None = None) -> list[Any]:
+        """Descriptions of the tiers of a run in ``out``; rows on disk in ``folder`` if one is given."""
         caches = []
         for i in range(self.caches):
             rows = None if self.cache_rows is None else self.cache_rows[i]
             size = None if self.cache_bytes is None else parse_bytes(self.cache_bytes[i])
             caches.append(Ram(rows=rows, bytes=size, policy=self.policy))
-        return [*caches, Lmdb(self.folder(out)) if self.on_disk else Ram()]
+        return [*caches, Lmdb(folder or self.folder(out)) if self.on_disk else Ram()]
 
     def staged(self, batches: BatchSource, store: EmbeddingStore, task: Task, parts: int) -> BatchSource:
         """The batches with the rows of their ``parts`` micro-batches staged ahead, where that helps."""
@@ -153,13 +154,14 @@ class StagedBatches:
 class Traffic:
     """What the caches and tiers of some stores did since it was last asked."""
 
-    def __init__(self, stores: Sequence[EmbeddingStore]) -> None:
+    def __init__(self, stores: Sequence[EmbeddingStore], session: Session | None = None) -> None:
         self._stores = [store for store in stores if len(store.tiers) > 1]
+        self._session = session or Session()
         self._before: dict[str, float] = self._totals()
 
     def point(self) -> dict[str, float]:
-        """For a point of the curves: ``hit_rate`` of unique ids, ``bytes_read`` and ``bytes_written`` below the caches,
-        and ``seconds_<stage>`` of staging. Empty where nothing is cached."""
+        """For a point of the curves, of all ranks: ``hit_rate`` of unique ids, ``bytes_read`` and ``bytes_written``
+        below the caches, and ``seconds_<stage>`` of staging. Empty where nothing is cached."""
         if not self._stores:
             return {}
         now, before = self._totals(), self._before
@@ -173,7 +175,7 @@ class Traffic:
         for store in self._stores:
             for name, value in _counters(store.traffic()).items():
                 totals[name] = totals.get(name, 0.0) + value
-        return totals
+        return dict(zip(totals, self._session.total(*totals.values()), strict=True))
 
 
 def _counters(traffic: Mapping[str, Any]) -> dict[str, float]:

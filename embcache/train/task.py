@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,8 +53,9 @@ class Task(Protocol):
     def loss(self, batch: Any) -> Tensor:
         """The sum of the loss terms, differentiable."""
 
-    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
-        """Metrics over the batches; changes no weight and draws no random number."""
+    def evaluate(self, batches: Iterable[Any], merged: Callable[[Any], Any]) -> Evaluation:
+        """Metrics over the batches; changes no weight and draws no random number. ``merged`` makes a meter of what this
+        rank has seen one of what all have seen (see ``Meter`` in ``distributed.py``)."""
 
 
 class BatchSource(Protocol):

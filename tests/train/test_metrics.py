@@ -222,3 +222,30 @@ def test_too_many_groups_say_so():
     meter.update([0] * 20, [0.0] * 20, np.arange(20))
     with pytest.raises(ValueError, match="raise the capacity"):
         meter.compute()
+
+
+@pytest.mark.parametrize("capacity", [1 << 20, 64])
+def test_meters_that_travel_as_bytes_add_up_to_the_whole(capacity):
+    labels, scores, weights = random_case(9)
+    parts = [BinaryMetrics(capacity) for _ in range(3)]
+    whole, groups = BinaryMetrics(capacity), np.arange(len(labels)) % 7
+    grouped = [GroupAuc() for _ in range(4)]
+    whole.update(scores, labels)
+    grouped[3].update(labels, scores, groups, weights)
+    for r, part in enumerate(parts):
+        part.update(scores[r::3], labels[r::3])
+        grouped[r].update(labels[r::3], scores[r::3], groups[r::3], weights[r::3])
+    merged, *others = [BinaryMetrics.from_bytes(part.to_bytes()) for part in parts]
+    for other in others:
+        merged.merge(other)
+    assert merged.samples == whole.samples
+    assert (merged.compute()["auc"], merged.auc_error) == (whole.compute()["auc"], whole.auc_error)
+    assert merged.compute() == pytest.approx(whole.compute(), rel=1e-13)
+    first, *rest = [GroupAuc.from_bytes(part.to_bytes()) for part in grouped[:3]]
+    for other in rest:
+        first.merge(other)
+    assert first.compute() == pytest.approx(grouped[3].compute(), rel=1e-13)
+    empty = BinaryMetrics.from_bytes(BinaryMetrics(capacity).to_bytes())
+    merged.merge(empty)
+    empty.merge(whole)
+    assert empty.compute() == whole.compute()
