@@ -12,7 +12,6 @@ a run decides it decides from numbers of all ranks, so that all decide alike; wh
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from embcache.checkpoint import Checkpoints
 from embcache.errors import BadConfig
+from embcache.sharded.launch import under_torchrun
 from embcache.train.flags import flag
 from embcache.train.task import Task
 
@@ -137,11 +137,6 @@ class Session:
     def say(self, *lines: str) -> None:
         """Print lines, once."""
         print("\n".join(lines))
-
-
-def under_torchrun() -> bool:
-    """Whether this process is one of several that were started together."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -16,11 +17,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from embcache.errors import BadConfig, RemoteFault
+from embcache.sharded import launch
 from embcache.sharded.dense import DenseSum, summed
 from embcache.sharded.lanes import Lanes
 from embcache.sharded.plan import ShardingPlan
@@ -34,8 +35,7 @@ from embcache.train.task import Task
 __all__ = ["GroupSession", "open_group"]
 
 POLL = 0.05
-PATIENCE = timedelta(minutes=3)  # with other ranks until the first step is done: they may be compiling kernels
-NOTICE = timedelta(seconds=15)  # from then on, after so much silence a rank hangs
+PATIENCE = 180.0  # seconds with other ranks until the first step is done: they may be compiling kernels
 OPENED = "embcache opened"
 T = TypeVar("T")
 M = TypeVar("M", bound=Meter)
@@ -121,7 +121,7 @@ class GroupSession(Session):
         state.seed_step(seed, step, self.rank)
         self._steps += 1
         if self._steps == 2:
-            self.lanes.set_timeout(NOTICE)
+            self.lanes.set_timeout(timedelta(seconds=launch.limit()))
 
     def total(self, *numbers: float) -> list[Any]:
         sums = _sum(self._table(numbers))
@@ -214,21 +214,31 @@ def _sum(table: np.ndarray) -> list[float]:
 @contextlib.contextmanager
 def open_group() -> Iterator[GroupSession]:
     """Meet the other ranks that torchrun has started; an error here ends them all."""
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    start = dist.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), agent)
-    store = dist.PrefixStore(f"attempt{attempt}", start)  # dead ranks left their addresses in the others
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    here = launch.init(PATIENCE)
     lanes = Lanes()
     try:
-        yield GroupSession(lanes, store, start, attempt)
+        yield GroupSession(lanes, here.store, here.lasting, here.attempt)
     except BaseException as error:
-        if isinstance(error, RuntimeError) and "gloo" in str(error):  # of DDP's own group: it names nobody
-            error = lanes.broken("dense", error)
-        if not isinstance(error, RemoteFault):
-            lanes.report(error)
-        get_error_handler().record_exception(error)  # torchrun shows the first one
-        raise error
+        told = _told(lanes, error)
+        raise told from (None if told is error else error)
     lanes.close()
-    dist.destroy_process_group()
+    launch.finish()
+
+
+def _told(lanes: Any, error: BaseException) -> BaseException:
+    """The error this rank ends with; the others, and torchrun, know it."""
+    if isinstance(error, RuntimeError) and "gloo" in str(error):  # of DDP's own group: it names nobody
+        error = lanes.broken("dense", error)
+    if not isinstance(error, RemoteFault):
+        launch.failing(error)
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        get_error_handler().record_exception(error)
+    atexit.register(_end)
+    return error
+
+
+def _end() -> None:
+    """Threads that wait in a broken group would keep this process until they give up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
