@@ -14,7 +14,7 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import StorageFull
 from ..kernels.cpu import BELOW, DIRTY, READY
-from ..tiers.base import BackTier, Block
+from ..tiers.base import BackTier, Block, Copying
 from .hot import HotTable, ascending
 from .merged import merged
 from .policy import Policy
@@ -23,7 +23,7 @@ from .slots import SlotArrays
 COUNTERS = ("rows_read", "rows_found", "rows_written", "rows_offered", "bytes_read", "bytes_written", "evictions")
 
 
-class Middle:
+class Middle(Copying):
     """A ``BackTier`` over another one, already opened. Thread-safe: one call at a time.
 
     Args:

@@ -30,7 +30,7 @@ from ..errors import BadConfig, CorruptStore, ForkError, NotSupported, StoreLock
 from ..lock import FolderLock
 from ..statefile import sync_folder
 from . import compact, scanning
-from .base import Block
+from .base import Block, Copying
 from .basefile import FORKED, BaseFile, Snapshot
 from .changes import Changes
 from .counters import Counters
@@ -54,7 +54,7 @@ class StaleDescription(CorruptStore):
     """While a reader opened a generation, the writer went past it: read the manifest and restore again."""
 
 
-class Lmdb:
+class Lmdb(Copying):
     """Rows in a folder on disk, of any number and any int64 key.
 
     Args:
