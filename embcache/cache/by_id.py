@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY
+from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY, UNSAVED
 from ..tiers.base import BackTier
 from .direct import DirectTable
 from .hot import HotTable, ascending
@@ -108,7 +108,7 @@ class FrontRows:
             ids = table.slot_ids[staying]
             table.initial.fill(table.numpy, staying.astype(np.int64), ids)
             with self._turn:
-                table.flags[staying] &= ~(DIRTY | EXISTS | BELOW)
+                table.flags[staying] &= ~(UNSAVED | EXISTS | BELOW)
 
     def reset(self, t: int) -> None:
         """Every row of a table reads as initial."""

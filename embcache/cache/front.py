@@ -382,8 +382,8 @@ class Front(FrontRows):
                 continue
             seen.add(id(lease))
             trained = np.array([t not in frozen for t in lease.tables.tolist()], dtype=np.bool_)
-            kept = self._padding(lease)
             with self._turn:
+                kept = self._padding(lease)
                 cpu.mark(lease.segments[trained], lease.slots, self._arrays.flags, DIRTY | EXISTS)
                 for g, flags in kept:
                     self._arrays.flags[g] = flags

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import TableConfig
 from ..errors import TableTooLarge
 from ..kernels import cpu
-from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY
+from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY, UNSAVED
 from ..kernels.index import RowIndex
 from ..kernels.initial import InitialRows
 from ..kernels.memory import available_bytes, reserve
@@ -120,12 +120,12 @@ class HotTable:
         if self.below is None or not len(slots):
             return
         flags = self.flags[slots]
-        for keys, block in self._blocks(slots[(flags & DIRTY) != 0]):
+        for keys, block in self._blocks(slots[(flags & UNSAVED) != 0]):
             self.below.write(self.number, keys, self.gather(block))
-            self.flags[block] = self.flags[block] & ~DIRTY | BELOW
+            self.flags[block] = self.flags[block] & ~UNSAVED | BELOW
             self.written_back += len(block)
         if getattr(self.below, "keeps_offers", False):
-            for keys, block in self._blocks(slots[(flags & (DIRTY | EXISTS)) == EXISTS]):
+            for keys, block in self._blocks(slots[(flags & (UNSAVED | EXISTS)) == EXISTS]):
                 self.below.offer(self.number, keys, self.gather(block))
 
     def _blocks(self, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -18,6 +18,8 @@ EXISTS = np.uint8(2)  # was written once: differs from its initial value
 READY = np.uint8(4)  # the row is there: neither being loaded nor leaving
 BELOW = np.uint8(8)  # the tier below has a record of it
 OVERFLOW = np.uint8(16)  # in the overflow extent: stays pinned until its last lease ends
+SAVING = np.uint8(32)  # a commit has copied it, and the tier below does not have it yet
+UNSAVED = np.uint8(1 | 32)  # DIRTY or SAVING: the tier below lacks it, so that who leaves must be written first
 
 COUNT, UNIQUE, MISSES = 0, 1, 2  # of the state of a pass
 BLOCK = 32  # keys whose memory is fetched ahead
