@@ -256,11 +256,15 @@ def enter(
 def leave(entries: np.ndarray, slots: np.ndarray, slot_ids: np.ndarray, flags: np.ndarray, ids: np.ndarray) -> int:
     """The rows in one table's ``slots`` leave index and flags; ``ids`` becomes their keys. Returns their number."""
     n, capacity, gone = slots.shape[0], entries.shape[0] // ENTRY, 0
-    base = entries.ctypes.data
+    base, ids_at, flags_at = entries.ctypes.data, slot_ids.ctypes.data, flags.ctypes.data
     for i in range(n):
+        if i + AHEAD < n:
+            prefetch(ids_at + 8 * np.int64(slots[i + AHEAD]))
+            prefetch(flags_at + np.int64(slots[i + AHEAD]))
         ids[i] = slot_ids[slots[i]]
-        prefetch(base + home(ids[i], capacity) * ENTRY_BYTES)
     for i in range(n):
+        if i + AHEAD < n:
+            prefetch(base + home(ids[i + AHEAD], capacity) * ENTRY_BYTES)
         e = find(entries, capacity, ids[i], home(ids[i], capacity))
         if entries[e + 2] != 0:
             remove_entry(entries, capacity, e)
