@@ -24,6 +24,7 @@ __all__ = ["Folds", "fold", "runs"]
 
 _CHUNK = 32 << 20  # bytes of rows copied at a time
 SUFFIX = ".folded"
+_IN_ORDER = np.empty(0, np.int32)
 
 
 def runs(chain: Sequence[Segment], kept: Sequence[int]) -> list[list[Segment]]:
@@ -49,7 +50,9 @@ def fold(overlay: Overlay, run: list[Segment]) -> list[Path]:
         for i in range(0, len(chosen), step):
             part = chosen[i : i + step]
             rows, state = np.empty((len(part), overlay.row_bytes), np.uint8), np.empty(len(part), np.uint8)
-            segments.gather(part.astype(np.int32), starts, addresses, overlay.row_bytes, rows.ctypes.data, state)
+            segments.gather(
+                part.astype(np.int32), starts, addresses, overlay.row_bytes, rows.ctypes.data, _IN_ORDER, state
+            )
             for live in (True, False):
                 mine = (state == 1) == live
                 if mine.any():

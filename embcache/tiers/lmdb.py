@@ -30,7 +30,7 @@ from ..errors import BadConfig, CorruptStore, ForkError, NotSupported, StoreLock
 from ..lock import FolderLock
 from ..statefile import sync_folder
 from . import compact, scanning
-from .base import Block, Copying
+from .base import Block, Copying, Moved
 from .basefile import FORKED, BaseFile, Snapshot
 from .changes import Changes
 from .counters import Counters
@@ -38,6 +38,7 @@ from .description import described, parsed, trimmed
 from .fold import Folds
 from .merge import Merger
 from .merge_rows import distinct
+from .moving import Mover
 from .overlay import Overlay
 from .segment import Segment
 
@@ -128,6 +129,7 @@ class Lmdb(Copying):
             Overlay(t, size, lambda t=t: self._segments / f"{t:04d}-{prefix}-{next(numbers):06x}.rows")  # type: ignore[misc]
             for t, size in enumerate(self._row_bytes)
         ]
+        self._mover = Mover(self._overlays)
         self._counters = Counters(*_COUNTERS)
         self._gate = compact.Gate()
         self._held: Snapshot | None = None
@@ -235,6 +237,37 @@ class Lmdb(Copying):
         began = time.perf_counter()
         written = self._overlays[table].append(np.ascontiguousarray(keys, np.int64), rows)
         self._counters.add(rows_written=len(keys), bytes_written=written, seconds_write=time.perf_counter() - began)
+
+    def read_into(self, parts: Sequence[Moved]) -> None:
+        """``read`` for several tables, straight into slots."""
+        merger = self._check()
+        parts = [part for part in parts if len(part.keys)]
+        if not merger.base.walking:
+            return super().read_into(parts)
+        began = time.perf_counter()
+        parts = sorted(parts, key=lambda part: part.table)
+        read = self._mover.read(parts, merger.presence if merger.base_used else None, self._snapshot)
+        self._counters.add(
+            rows_read=sum(len(part.keys) for part in parts),
+            rows_found=read.found,
+            rows_asked_base=read.asked,
+            rows_read_base=read.below,
+            bytes_read=sum(int(np.count_nonzero(part.found)) * part.slab.shape[1] for part in parts),
+            seconds_read=time.perf_counter() - began,
+        )
+
+    def write_from(self, parts: Sequence[Moved]) -> None:
+        """``write`` for several tables, straight from slots. StorageFull: nothing of the call is visible."""
+        self._check(writing=True)
+        began = time.perf_counter()
+        parts = sorted((part for part in parts if len(part.keys)), key=lambda part: part.table)
+        for part in parts:
+            part.found[:] = False
+        written = self._mover.write(parts)
+        for part in parts:
+            part.found[:] = True
+        rows = sum(len(part.keys) for part in parts)
+        self._counters.add(rows_written=rows, bytes_written=written, seconds_write=time.perf_counter() - began)
 
     def offer(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
         """Clean rows are here already."""

@@ -29,6 +29,7 @@ _HEAD = struct.Struct("<16sIIQ")
 _LARGEST = 1 << 30  # bytes of address space that a segment asks for
 _BUFFER = 4 << 20  # bytes encoded at a time
 _SIGN = 1 << 64
+_IN_ORDER = np.empty(0, np.int32)
 
 
 class Segment:
@@ -115,23 +116,37 @@ class Segment:
         """Bytes of the records."""
         return self.records * self.stride
 
+    @property
+    def end(self) -> int:
+        """Where the next record goes."""
+        return FIRST + self.size
+
     def append(self, keys: np.ndarray, rows: np.ndarray | None) -> int:
         """Write records behind the counted ones (None: tombstones) and return the sum of their checks; ``count`` makes
         them count. StorageFull leaves the file as it was."""
         size = max(1, _BUFFER // self.stride)
         buffer = np.empty(min(size, len(keys)) * self.stride // 8, dtype=np.uint64)
         address = 0 if rows is None else rows.ctypes.data
-        total, end = 0, FIRST + self.size
+        total, end = 0, self.end
         try:
             for i in range(0, len(keys), size):
                 part = keys[i : i + size]
                 source = address + i * self.row_bytes
-                total += int(segments.encode(part, source, self.row_bytes, int(rows is None), buffer.ctypes.data))
+                dead = int(rows is None)
+                total += int(segments.encode(part, source, _IN_ORDER, self.row_bytes, dead, buffer.ctypes.data))
                 self._write_at(end + i * self.stride, buffer.view(np.uint8)[: len(part) * self.stride].data)
         except BaseException:
-            os.ftruncate(self.descriptor, end)
+            self.cut()
             raise
         return total
+
+    def write_behind(self, offset: int, data: memoryview) -> None:
+        """Write records, ``offset`` bytes behind the counted ones; ``count`` makes them count, ``cut`` drops them."""
+        self._write_at(self.end + offset, data)
+
+    def cut(self) -> None:
+        """The file ends behind the counted records."""
+        os.ftruncate(self.descriptor, self.end)
 
     def count(self, records: int, check: int) -> None:
         """Records appended last now count."""
@@ -149,11 +164,11 @@ class Segment:
         if self.synced:
             return
         with named_when_full(self.path):
-            os.ftruncate(self.descriptor, FIRST + self.size)
+            self.cut()
             os.fsync(self.descriptor)
         self.synced = True
         self.close()
-        self.map.shrink(FIRST + self.size)
+        self.map.shrink(self.end)
 
     def describe(self) -> dict[str, Any]:
         """What ``load`` needs, as JSON."""

@@ -46,7 +46,7 @@ class _Nothing:
     def write(self, *_: Any) -> None:
         return
 
-    delete = write
+    delete = write_from = write
 
 
 def _generation(tier: Any, model: Model, number: int) -> None:

@@ -54,7 +54,7 @@ def test_records_give_back_what_was_written(tmp_path: Path, row_bytes: int) -> N
     out, state = np.zeros((4, row_bytes), np.uint8), np.zeros(4, np.uint8)
     starts, addresses = np.zeros(1, np.int64), np.array([again.first])
     order = np.array([2, -1, 0, 3], np.int32)
-    assert segments.gather(order, starts, addresses, row_bytes, out.ctypes.data, state) == 3
+    assert segments.gather(order, starts, addresses, row_bytes, out.ctypes.data, np.empty(0, np.int32), state) == 3
     assert state.tolist() == [1, 0, 1, 1]
     assert np.array_equal(out[[0, 2, 3]], rows[[2, 0, 3]])
     assert not out[1].any()
