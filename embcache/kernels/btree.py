@@ -249,7 +249,7 @@ def _to_leaves(
         for g in range(n):
             at, key = page[g], keys[g]
             if near[g] < 0:
-                before = 0
+                before = np.int64(0)
                 continue
             if at == before and key >= low[g - 1] and key < high[g - 1]:
                 page[g], low[g], high[g] = page[g - 1], low[g - 1], high[g - 1]

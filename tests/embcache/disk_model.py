@@ -27,6 +27,15 @@ def moved(table: int, keys: np.ndarray, rng: np.random.Generator) -> Moved:
     return Moved(table, keys, slab, slots, np.zeros(len(keys), np.bool_))
 
 
+class Nothing:
+    """A tier for a model that plays alone."""
+
+    def write(self, *_: Any) -> None:
+        return
+
+    delete = write_from = write
+
+
 class Model:
     """What the rows should be: table -> key -> row."""
 
