@@ -69,6 +69,7 @@ class Front(FrontRows):
         self.arenas = [self._arena(t) for t in range(len(self.tables))]
         self._stats = {"stages": 0, "unique_ids": 0, "hits": 0, "misses": 0, "ids": 0, "ids_hit": 0, "rows_restaged": 0}
         self._fetching = Fetching()
+        self._saving = None
         self._seconds = dict.fromkeys(STAGES, 0.0)
 
     def _arena(self, t: int) -> Arena:

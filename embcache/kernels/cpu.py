@@ -281,6 +281,22 @@ def loaded(slots: np.ndarray, found: np.ndarray, flags: np.ndarray) -> None:
 
 
 @kernel
+def begin_saving(slots: np.ndarray, flags: np.ndarray) -> None:
+    """The rows in one table's ``slots`` have been copied: SAVING instead of DIRTY."""
+    for i in range(slots.shape[0]):
+        flags[slots[i]] = (flags[slots[i]] & ~DIRTY) | SAVING
+
+
+@kernel
+def end_saving(slots: np.ndarray, ids: np.ndarray, slot_ids: np.ndarray, flags: np.ndarray, bit: np.uint8) -> None:
+    """Where one table's ``slots`` still hold the rows of ``ids`` that are SAVING: ``bit`` instead."""
+    for i in range(slots.shape[0]):
+        s = slots[i]
+        if slot_ids[s] == ids[i] and (flags[s] & SAVING) != 0:
+            flags[s] = (flags[s] & ~SAVING) | bit
+
+
+@kernel
 def flagged(first: int, last: int, flags: np.ndarray, mask: np.uint8, bits: np.uint8, out: np.ndarray) -> int:
     """Slots of [first, last) whose flags under ``mask`` equal ``bits``, as far as ``out`` holds them; returns their
     number."""

@@ -111,6 +111,21 @@ def put(entries: np.ndarray, keys: np.ndarray, slots: np.ndarray) -> int:
 
 
 @kernel
+def put_newer(entries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> int:
+    """``put``, but a key that has a larger value keeps it. Returns how many keys were new."""
+    n, capacity, new = keys.shape[0], entries.shape[0] // ENTRY, 0
+    base = entries.ctypes.data
+    for i in range(n):
+        if i + AHEAD < n:
+            prefetch(base + home(keys[i + AHEAD], capacity) * ENTRY_BYTES)
+        e = find(entries, capacity, keys[i], home(keys[i], capacity))
+        new += entries[e + 2] == 0
+        if entries[e + 2] <= values[i]:
+            set_entry(entries, e, keys[i], np.int64(values[i]) + 1)
+    return new
+
+
+@kernel
 def delete(entries: np.ndarray, keys: np.ndarray, out: np.ndarray) -> int:
     """Remove keys; out[i] = the slot it had, -1 where it was absent. Returns how many were there."""
     n, capacity, gone = keys.shape[0], entries.shape[0] // ENTRY, 0
@@ -192,6 +207,11 @@ class RowIndex:
         """Insert or replace, in order."""
         self.reserve(self.count + len(keys))
         self.count += put(self.entries, keys, values)
+
+    def put_newer(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Insert, or replace smaller values."""
+        self.reserve(self.count + len(keys))
+        self.count += put_newer(self.entries, keys, values)
 
     def delete(self, keys: np.ndarray) -> np.ndarray:
         """Remove keys; int32 [n]: the values they had, -1 where they were absent."""

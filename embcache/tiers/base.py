@@ -108,6 +108,20 @@ class DurableTier(BackTier, Protocol):
         """End the open overlay: a JSON description of everything needed to read the rows as they are now. Fast, and
         nothing is on the disk for certain yet."""
 
+    def begin(self, number: int, late: Sequence[int]) -> None:
+        """``freeze`` for a generation to which ``land`` will add ``late[t]`` rows of each table: they are older than
+        what is written from now on. StorageFull: it can be tried again."""
+
+    def land(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        """All late rows of a table, distinct keys in any order; any thread may read and write meanwhile. StorageFull:
+        none of them is there."""
+
+    def abandon(self) -> None:
+        """Late rows that have not landed will not."""
+
+    def describe(self) -> dict[str, Any]:
+        """What ``freeze`` would have returned."""
+
     def sync(self) -> None:
         """Everything frozen is on the disk afterwards; may run while new rows are written."""
 

@@ -337,15 +337,37 @@ class Lmdb(Copying):
     def freeze(self, number: int) -> dict[str, Any]:
         """What was written so far is generation ``number``: its description as JSON. Nothing is on the disk for certain
         before ``sync``. The same number may be frozen again, after a commit that failed."""
+        self.begin(number, [0] * len(self._overlays))
+        return self.describe()
+
+    def begin(self, number: int, late: Sequence[int]) -> None:
+        """``freeze`` for a generation to which ``land`` will add so many rows of each table."""
         merger = self._check(writing=True)
         with merger.state:
-            for overlay in self._overlays:
-                overlay.freeze(number)
+            for overlay, rows in zip(self._overlays, late, strict=True):
+                overlay.freeze(number, rows)
             self._generation = number
             if not self._lineage or self._lineage[-1] != number:
                 self._lineage = [*self._lineage[-_LINEAGE:], number]
+
+    def land(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        """The rows of a table that ``begin`` was told of, at once. StorageFull: none of them is visible."""
+        self._check(writing=True)
+        began = time.perf_counter()
+        written = self._overlays[table].land(np.ascontiguousarray(keys, np.int64), rows)
+        self._counters.add(rows_written=len(keys), bytes_written=written, seconds_write=time.perf_counter() - began)
+
+    def abandon(self) -> None:
+        """What has not landed will not."""
+        for overlay in self._overlays:
+            overlay.abandon()
+
+    def describe(self) -> dict[str, Any]:
+        """The generation frozen last, as JSON."""
+        merger = self._check(writing=True)
+        with merger.state:
             chain = [s for overlay in self._overlays for s in overlay.segments if s.generation]
-            return described(number, merger.merged, self._lineage, [s.describe() for s in chain])
+            return described(self._generation, merger.merged, self._lineage, [s.describe() for s in chain])
 
     def sync(self) -> None:
         """Everything frozen is on the disk afterwards. StorageFull where there is no room; it can be tried again."""

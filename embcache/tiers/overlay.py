@@ -25,7 +25,9 @@ __all__ = ["Overlay", "View", "by_key"]
 
 _MOST = 2**31 - 2  # records that an index of int32 can number
 _IN_ORDER = np.empty(0, np.int32)
+_SPARE = 1 << 26  # numbers below that limit at which they begin from 0 again
 _PART = 1 << 20  # records that one write asks a new segment for at least
+_TURN = 1 << 16  # keys that enter the index while readers wait
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class View:
     def at(self) -> tuple[int, int, int]:
         """(address of starts, address of addresses, their number), for ``kernels/parts.py``."""
         return self.starts.ctypes.data, self.addresses.ctypes.data, len(self.starts)
+
+
+@dataclass
+class Late:
+    """Numbers kept free for rows of a generation that is frozen already."""
+
+    generation: int
+    start: int
+    rows: int
 
 
 _NOTHING = View(np.zeros(0, np.int64), np.zeros(0, np.int64), ())
@@ -61,6 +72,7 @@ class Overlay:
         self.segments: list[Segment] = []  # oldest first; those with generation 0 are open
         self._index = RowIndex()
         self.view = _NOTHING
+        self._late: Late | None = None
 
     # -- reading
 
@@ -168,35 +180,101 @@ class Overlay:
             assert last is not None
             start = last.start + last.records + last.room
         else:
-            start = 0 if last is None else last.start + last.records
+            start = self._next()
         records = min(records, _PART)
-        if start + records > _MOST - (1 << 26):
-            start -= self._renumber()
-            if start + records > _MOST - (1 << 26):
-                raise StorageFull(None, 0, f"table {self.table}: 2^31 rows wait to be committed and merged")
+        start = self._numbered(start, records)
         segment = Segment.create(self.new_path(), self.table, self.row_bytes, start, records)
         self.segments.append(segment)
         return segment
 
+    def _next(self) -> int:
+        """The number behind the last one given out."""
+        last = self.segments[-1] if self.segments else None
+        end = 0 if last is None else last.start + last.records
+        return end if self._late is None else max(end, self._late.start + self._late.rows)
+
+    def _numbered(self, start: int, records: int) -> int:
+        """``start``, from which on there are numbers for so many records; or where that is, numbered anew."""
+        if start + records > _MOST - _SPARE:
+            start -= self._renumber()
+            if start + records > _MOST - _SPARE:
+                raise StorageFull(None, 0, f"table {self.table}: 2^31 rows wait to be committed and merged")
+        return start
+
     def _renumber(self) -> int:
         """Number records from 0 again; by how much they moved."""
-        shift = self.segments[0].start if self.segments else 0
+        late = self._late
+        shift = min([s.start for s in self.segments[:1]] + ([] if late is None else [late.start]), default=0)
         with self.reading:
             keys, ordinals = self._index.items()
             index = RowIndex(len(keys))
             index.put(keys, ordinals - np.int32(shift))
             for segment in self.segments:
                 segment.start -= shift
+            if late is not None:
+                late.start -= shift
             self._index, self.view = index, self._make_view()
         return shift
 
-    def freeze(self, generation: int) -> list[Segment]:
-        """What was written since the last time belongs to ``generation``; all segments not yet merged."""
+    def freeze(self, generation: int, late: int = 0) -> None:
+        """What was written since the last time belongs to ``generation``, and so do ``late`` rows that ``land`` will
+        bring: what is written from now on is newer than these. StorageFull: there are no numbers for so many."""
         with self.writing:
             for segment in self.segments:
                 if segment.generation == 0:
                     segment.generation = generation
-            return list(self.segments)
+            self._late = None
+            if late:
+                self._late = Late(generation, self._numbered(self._next(), late), late)
+
+    def land(self, keys: np.ndarray, rows: np.ndarray) -> int:
+        """The late rows, distinct keys in any order; bytes written. An error before the disk has them all: none of them
+        is visible. Writers and readers go on meanwhile."""
+        done: list[Segment] = []
+        try:
+            at = 0
+            while at < len(keys):
+                room = min(len(keys) - at, _PART)
+                segment = Segment.create(self.new_path(), self.table, self.row_bytes, 0, room)
+                done.append(segment)
+                n = min(segment.room, len(keys) - at)
+                segment.count(n, segment.append(keys[at : at + n], rows[at : at + n]))
+                at += n
+            self._insert(done)
+        except BaseException:
+            for segment in done:
+                segment.close()
+                segment.path.unlink(missing_ok=True)
+            raise
+        at = 0
+        for segment in done:
+            for i in range(0, segment.records, _TURN):
+                n = min(_TURN, segment.records - i)
+                with self.writing, self.reading:  # what was written since the freeze has larger numbers, and stays
+                    numbers = np.arange(segment.start + i, segment.start + i + n, dtype=np.int32)
+                    self._index.put_newer(keys[at : at + n], numbers)
+                at += n
+        return sum(segment.size for segment in done)
+
+    def _insert(self, landed: list[Segment]) -> None:
+        """Segments take the numbers that were kept free, and their place in the order of writing."""
+        with self.writing, self.reading:
+            late = self._late
+            assert late is not None
+            assert sum(s.records for s in landed) == late.rows
+            self._index.reserve(len(self._index) + late.rows)
+            at = late.start
+            for segment in landed:
+                segment.generation, segment.start = late.generation, at
+                at += segment.records
+            before = [s for s in self.segments if s.start < late.start]
+            self.segments = [*before, *landed, *self.segments[len(before) :]]
+            self.view, self._late = self._make_view(), None
+
+    def abandon(self) -> None:
+        """No late rows will come any more."""
+        with self.writing:
+            self._late = None
 
     # -- replacing
 
@@ -211,6 +289,7 @@ class Overlay:
                 keys, _ = segment.keys()
                 index.put(keys, np.arange(segment.start, at, dtype=np.int32))
             with self.reading:
+                self._late = None
                 self.segments = list(loaded)
                 self._index, self.view = index, self._make_view()
 
