@@ -65,9 +65,14 @@ class ReaderLock:
         self._descriptor = -1
         with contextlib.suppress(FileNotFoundError):
             self._descriptor = os.open(folder / self.NAME, os.O_RDONLY)
-        if self._descriptor >= 0 and fcntl is not None:
+        if self.sure:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
         self._held.add(self)
+
+    @property
+    def sure(self) -> bool:
+        """Whether this is a lock, and not only the wish for one."""
+        return self._descriptor >= 0 and fcntl is not None
 
     @classmethod
     def make(cls, folder: Path) -> None:

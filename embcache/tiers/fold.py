@@ -44,7 +44,7 @@ def fold(overlay: Overlay, run: list[Segment]) -> list[Path]:
     starts = np.cumsum([0, *(s.records for s in run[:-1])]).astype(np.int64)
     addresses = np.array([s.first for s in run], np.int64)
     chosen = newest(keys.view(np.uint64))
-    new = Segment.create(overlay.new_path(), overlay.table, overlay.row_bytes, run[0].start, len(chosen))
+    new = overlay.new_segment(run[0].start, len(chosen))
     try:
         step = max(1, _CHUNK // overlay.row_bytes)
         for i in range(0, len(chosen), step):

@@ -41,6 +41,7 @@ from .merge_rows import distinct
 from .moving import Mover
 from .overlay import Overlay
 from .segment import Segment
+from .spares import Spares
 
 __all__ = ["Lmdb", "StaleDescription"]
 
@@ -126,7 +127,7 @@ class Lmdb(Copying):
             raise
         prefix, numbers = f"{time.time_ns():x}", itertools.count()
         self._overlays = [
-            Overlay(t, size, lambda t=t: self._segments / f"{t:04d}-{prefix}-{next(numbers):06x}.rows")  # type: ignore[misc]
+            Overlay(t, size, lambda t=t: self._segments / f"{t:04d}-{prefix}-{next(numbers):06x}.rows", self._spares)  # type: ignore[misc]
             for t, size in enumerate(self._row_bytes)
         ]
         self._mover = Mover(self._overlays)
@@ -144,6 +145,7 @@ class Lmdb(Copying):
             0,  # nothing is merged before the first restore takes the base over
             self.overlay_bytes,
             self._changes,
+            self._spares,
             lambda: self.on_merged(),
             self._counters.add,
         )
@@ -152,6 +154,7 @@ class Lmdb(Copying):
         """The base, with the folder locked against what must not happen meanwhile."""
         if self.readonly:
             self._reading = compact.ReaderLock(self.folder)
+            self._spares = Spares(self.folder, keep=False)
             return BaseFile.open(self.folder, self._row_bytes, create=False)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock.take(self.folder)
@@ -159,7 +162,11 @@ class Lmdb(Copying):
         other = self._writers.get(place)
         if other is not None and other._merger is not None:  # the lock is the process's, not this object's
             raise StoreLocked(str(self.folder), os.getpid(), socket.gethostname())
+        # a reader that came before the file which readers lock was there cannot be seen
+        seen = (self.folder / compact.ReaderLock.NAME).exists() or not (self.folder / "data.mdb").exists()
         base = BaseFile.open(self.folder, self._row_bytes, create=True)
+        self._spares = Spares(self.folder, keep=seen)
+        self._spares.sweep()
         self._segments.mkdir(exist_ok=True)
         self._changes.folder.mkdir(exist_ok=True)
         compact.ReaderLock.make(self.folder)
@@ -190,6 +197,9 @@ class Lmdb(Copying):
                     segment.close()
                     if segment.generation == 0:
                         segment.path.unlink(missing_ok=True)
+            self._spares.relieve()
+            if not self.readonly:
+                self._spares.sweep()
             merger.base.close()
         self._merger, self._held, self._lock, self._reading = None, None, None, None
         self._overlays = []
@@ -376,6 +386,7 @@ class Lmdb(Copying):
             waiting = [s for o in self._overlays for s in o.segments if s.generation and not s.synced]
         for segment in waiting:
             segment.sync()
+        self._spares.fit()
         if waiting:
             sync_folder(self._segments)
             sync_folder(self.folder)
@@ -515,7 +526,7 @@ class Lmdb(Copying):
 
     def stats(self) -> dict[str, float]:
         """Counters since it was opened, and bytes: overlay_rows, overlay_bytes, index_bytes (memory), filter_bytes
-        (memory, and as much on the disk), base_bytes."""
+        (memory, and as much on the disk), base_bytes, spare_bytes (files kept to be written over)."""
         merger = self._check()
         base, presence = merger.base, merger.presence
         overlays = self._overlays
@@ -526,6 +537,7 @@ class Lmdb(Copying):
             "index_bytes": float(sum(o.index_bytes for o in overlays)),
             "filter_bytes": float(presence.nbytes),
             "base_bytes": float(base.pages * base.page_size),
+            "spare_bytes": float(self._spares.nbytes),
         }
 
     def verify(self) -> Iterator[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import StorageFull
 from ..kernels import segments
 from ..kernels.index import RowIndex
-from .segment import Segment
+from .segment import Segment, Source
 
 __all__ = ["Overlay", "View", "by_key"]
 
@@ -62,11 +62,12 @@ def by_key(keys: np.ndarray) -> np.ndarray:
 
 
 class Overlay:
-    """See the module. ``new_path`` names a new file. Every method may be called from any thread."""
+    """See the module. ``new_path`` names a new file; ``spares``: files to write over instead of making new ones. Every
+    method may be called from any thread."""
 
-    def __init__(self, table: int, row_bytes: int, new_path: Callable[[], Path]) -> None:
+    def __init__(self, table: int, row_bytes: int, new_path: Callable[[], Path], spares: Source | None = None) -> None:
         self.table, self.row_bytes = table, row_bytes
-        self.new_path = new_path
+        self.new_path, self._spares = new_path, spares
         self.writing = threading.RLock()  # held while records are appended and while segments change
         self.reading = threading.Lock()  # held while the index is looked at or replaced
         self.segments: list[Segment] = []  # oldest first; those with generation 0 are open
@@ -183,7 +184,7 @@ class Overlay:
             start = self._next()
         records = min(records, _PART)
         start = self._numbered(start, records)
-        segment = Segment.create(self.new_path(), self.table, self.row_bytes, start, records)
+        segment = self.new_segment(start, records)
         self.segments.append(segment)
         return segment
 
@@ -200,6 +201,10 @@ class Overlay:
             if start + records > _MOST - _SPARE:
                 raise StorageFull(None, 0, f"table {self.table}: 2^31 rows wait to be committed and merged")
         return start
+
+    def new_segment(self, start: int, room: int) -> Segment:
+        """A file for at least ``room`` records, which is not yet one of ``segments``."""
+        return Segment.create(self.new_path(), self.table, self.row_bytes, start, room, self._spares)
 
     def _renumber(self) -> int:
         """Number records from 0 again; by how much they moved."""
@@ -235,7 +240,7 @@ class Overlay:
             at = 0
             while at < len(keys):
                 room = min(len(keys) - at, _PART)
-                segment = Segment.create(self.new_path(), self.table, self.row_bytes, 0, room)
+                segment = self.new_segment(0, room)
                 done.append(segment)
                 n = min(segment.room, len(keys) - at)
                 segment.count(n, segment.append(keys[at : at + n], rows[at : at + n]))
