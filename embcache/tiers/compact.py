@@ -62,7 +62,7 @@ class ReaderLock:
     _held: ClassVar[WeakSet[ReaderLock]] = WeakSet()
 
     def __init__(self, folder: Path, alone: bool = False) -> None:
-        self._descriptor = -1
+        self._descriptor, self._pid = -1, os.getpid()
         with contextlib.suppress(FileNotFoundError):
             self._descriptor = os.open(folder / self.NAME, os.O_RDONLY)
         if self.sure:
@@ -87,6 +87,8 @@ class ReaderLock:
 
     def release(self) -> None:
         if self._descriptor >= 0:
+            if self.sure and self._pid == os.getpid():  # a process forked in this moment has the descriptor too
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 

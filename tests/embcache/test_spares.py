@@ -238,3 +238,14 @@ def test_they_take_no_more_than_they_may(tmp_path: Path, monkeypatch: pytest.Mon
     assert tier.stats()["spare_bytes"] <= 20_000
     model.check(tier)
     tier.close()
+
+
+def test_a_lock_ends_though_a_forked_process_has_its_descriptor(tmp_path: Path) -> None:
+    ReaderLock.make(tmp_path)
+    lock = ReaderLock(tmp_path, alone=True)
+    copy = os.dup(lock._descriptor)  # as a fork in the middle of opening it leaves one
+    with pytest.raises(BlockingIOError):
+        ReaderLock(tmp_path, alone=True)
+    lock.release()
+    ReaderLock(tmp_path, alone=True).release()
+    os.close(copy)
