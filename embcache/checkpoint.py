@@ -172,10 +172,12 @@ class Checkpoints:
                 aside = threading.Thread(
                     target=self._finish_aside, args=(generation, begun, finish, stores), name="embcache-commit"
                 )
-                aside.start()
                 self._saving = aside
+                aside.start()
                 return generation
         except BaseException:
+            if self._saving is not None and not self._saving.is_alive():
+                self._saving = None  # it never began
             for saving in begun:
                 saving.abort()
             shutil.rmtree(folder, ignore_errors=True)

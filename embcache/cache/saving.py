@@ -54,34 +54,38 @@ class Saving:
         self.number, self.tier = number, tier
         self._tables, self._stage, self._turn = list(tables), stage, turn
         self._parts: list[Copied] = []
+        self._ending = threading.Lock()  # taken for good by who lands the copies, or gives up
         self.done = threading.Event()
         """The copies are below, or their rows are dirty again."""
 
     def copy(self) -> bool:
         """Copy every dirty row; False, and they are dirty still, where that takes more than half of the free memory."""
-        left = available_bytes()
-        left = None if left is None else left // 2
-        for table in self._tables:
-            with self._stage:
+        free = available_bytes()
+        left = None if free is None else free // 2
+        with self._stage:  # for all tables: whoever stages ahead would take turns with them
+            for table in self._tables:
                 slots = table.flagged(DIRTY, DIRTY)
                 size = len(slots) * table.row_bytes
-                left = None if left is None else left - size
-                try:
-                    if left is not None and left < 0:
-                        raise MemoryError
-                    rows = huge_empty(size).numpy().reshape(len(slots), table.row_bytes)
-                    ids = table.slot_ids[slots]
-                except (MemoryError, OSError):
-                    break
-                cpu.gather(table.flat, table.row_bytes, slots, rows)
-                with self._turn:
-                    cpu.begin_saving(slots, table.flags)
-            if len(slots):
-                self._parts.append(Copied(table, slots, ids, rows))
-        else:
-            return True
+                if left is not None:
+                    left -= size
+                    if left < 0:
+                        break
+                if size:
+                    try:
+                        self._copy(table, slots, huge_empty(size).numpy())
+                    except (MemoryError, OSError):
+                        break
+            else:
+                return True
         self._end(DIRTY)
         return False
+
+    def _copy(self, table: HotTable, slots: np.ndarray, memory: np.ndarray) -> None:
+        rows = memory.reshape(len(slots), table.row_bytes)
+        cpu.gather(table.flat, table.row_bytes, slots, rows)
+        self._parts.append(Copied(table, slots, table.slot_ids[slots], rows))
+        with self._turn:
+            cpu.begin_saving(slots, table.flags)
 
     def freeze(self) -> None:
         """What is below, with the copies laid over it, is the generation."""
@@ -92,6 +96,8 @@ class Saving:
 
     def land(self) -> dict[str, Any]:
         """Write the copies; what describes the generation then. An error leaves what was not written dirty."""
+        if not self._ending.acquire(blocking=False):
+            raise RuntimeError("this commit was given up")
         try:
             while self._parts:
                 table, _, ids, rows = self._parts[-1]
@@ -100,13 +106,17 @@ class Saving:
                 self._end(BELOW, last=True)
             described = self.tier.describe()
         except BaseException:
-            self.abort()
+            self._undo()
             raise
         self.done.set()
         return described
 
     def abort(self) -> None:
-        """What has not landed is dirty again, and stays out of the generation."""
+        """What was copied is dirty again, and stays out of the generation; nothing, once it is landing or has."""
+        if self._ending.acquire(blocking=False):
+            self._undo()
+
+    def _undo(self) -> None:
         try:
             self._end(DIRTY)
             self.tier.abandon()

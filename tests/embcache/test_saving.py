@@ -82,14 +82,19 @@ class Gate:
         self.passes += 1
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+def install(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a commit opens the gate; freezing closes it."""
-    gate, freeze, settle, wait = Gate(), Saving.freeze, Front.settle, Checkpoints.wait
+    freeze, settle, wait = Saving.freeze, Front.settle, Checkpoints.wait
     monkeypatch.setattr(Overlay, "land", gate.land(Overlay.land))
     monkeypatch.setattr(Saving, "freeze", lambda self: (gate.close(), freeze(self))[1])
     monkeypatch.setattr(Front, "settle", lambda self: (gate.open(), settle(self))[1])
     monkeypatch.setattr(Checkpoints, "wait", lambda self: (gate.open(), wait(self))[1])
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    install(gate, monkeypatch)
     yield gate
     gate.open()
 
@@ -406,6 +411,18 @@ def test_a_commit_that_cannot_begin_changes_nothing(tmp_path: Path, monkeypatch:
     store.close()
 
 
+def test_a_store_in_memory_beside_is_saved_at_once(tmp_path: Path) -> None:
+    """Its rows are read while they are written."""
+    store, beside = on_disk(tmp_path, 50), in_memory()
+    for s in (store, beside):
+        train(s, stream("zipf", 3))
+    saved = Checkpoints(tmp_path)
+    saved.save({}, [store, beside], wait=False)
+    assert saved.latest is not None
+    assert saved.latest.number == store.generation == 1
+    store.close()
+
+
 def test_rows_staged_by_another_thread_while_commits_copy_and_write(tmp_path: Path) -> None:
     plain, store = in_memory(), on_disk(tmp_path, 25)
     batches = list(stream("drift", 60))
@@ -498,15 +515,11 @@ class SavingMachine(DiskMachine):
 
 
 def test_random_operations_while_commits_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    freeze, settle, wait = Saving.freeze, Front.settle, Checkpoints.wait
-    monkeypatch.setattr(Overlay, "land", GATE.land(Overlay.land))
-    monkeypatch.setattr(Saving, "freeze", lambda self: (GATE.close(), freeze(self))[1])
-    monkeypatch.setattr(Front, "settle", lambda self: (GATE.open(), settle(self))[1])
-    monkeypatch.setattr(Checkpoints, "wait", lambda self: (GATE.open(), wait(self))[1])
+    install(GATE, monkeypatch)
     case = SavingMachine.TestCase
     case.settings = settings(
-        max_examples=40,
-        stateful_step_count=50,
+        max_examples=25,
+        stateful_step_count=40,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
