@@ -11,7 +11,7 @@ import numpy as np
 
 from .index import AHEAD, ENTRY, ENTRY_BYTES, find, home, remove_entry, set_entry
 from .jit import I64, inline, kernel
-from .rawmem import copy_bytes, prefetch, zero_bytes
+from .rawmem import copy_bytes, i32_at, prefetch, zero_bytes
 
 DIRTY = np.uint8(1)  # newer than in the tier below
 EXISTS = np.uint8(2)  # was written once: differs from its initial value
@@ -22,6 +22,7 @@ SAVING = np.uint8(32)  # a commit has copied it, and the tier below does not hav
 UNSAVED = np.uint8(1 | 32)  # DIRTY or SAVING: the tier below lacks it, so that who leaves must be written first
 
 COUNT, UNIQUE, MISSES = 0, 1, 2  # of the state of a pass
+FRESH, LAST, HELD, BACK, POOL = 0, 1, 2, 3, 4  # of a pool: [FRESH, LAST) never given out; HELD given back, at BACK
 BLOCK = 32  # keys whose memory is fetched ahead
 
 
@@ -181,6 +182,22 @@ def mark(segments: np.ndarray, slots: np.ndarray, flags: np.ndarray, bits: np.ui
         base = segments[s, 0]
         for k in range(segments[s, 1], segments[s, 2]):
             flags[base + slots[k]] |= bits
+
+
+@kernel
+def take(pool: np.ndarray, out: np.ndarray) -> int:
+    """Free slots of a pool (``cache/slots.py``), those given back first, as far as ``out`` holds them; returns their
+    number."""
+    again = min(out.shape[0], pool[HELD])
+    fresh = min(out.shape[0] - again, pool[LAST] - pool[FRESH])
+    pool[HELD] -= again
+    back = i32_at(pool[BACK], pool[HELD] + again)
+    for i in range(again):
+        out[i] = back[pool[HELD] + i]
+    for i in range(fresh):
+        out[again + i] = pool[FRESH] + i
+    pool[FRESH] += fresh
+    return again + fresh
 
 
 @kernel

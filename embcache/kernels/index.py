@@ -17,6 +17,8 @@ ENTRY = 3  # int32 words of an entry
 ENTRY_BYTES = 4 * ENTRY
 AHEAD = 16  # entries fetched ahead of their use
 SMALLEST = 16
+# of a header: address of the entries, their number, keys that there are, keys that fit; its length
+ENTRIES, CAPACITY, COUNT, LIMIT, HEADER = 0, 1, 2, 3, 4
 
 
 @inline
@@ -176,8 +178,22 @@ class RowIndex:
     """
 
     def __init__(self, expected: int = 0) -> None:
-        self.count = 0
-        self.entries = _empty(max(SMALLEST, 2 * expected))
+        self.header = np.zeros(HEADER, dtype=np.int64)  # what kernels over several indexes are told of this one
+        self._use(_empty(max(SMALLEST, 2 * expected)))
+
+    def _use(self, entries: np.ndarray) -> None:
+        self.entries = entries
+        self.header[ENTRIES], self.header[CAPACITY] = entries.ctypes.data, self.capacity
+        self.header[LIMIT] = self.limit
+
+    @property
+    def count(self) -> int:
+        """Keys."""
+        return int(self.header[COUNT])
+
+    @count.setter
+    def count(self, n: int) -> None:
+        self.header[COUNT] = n
 
     def __len__(self) -> int:
         return self.count
@@ -249,7 +265,7 @@ class RowIndex:
     def _resize(self, capacity: int) -> None:
         bigger = _empty(capacity)
         rehash(self.entries, bigger)
-        self.entries = bigger
+        self._use(bigger)
 
 
 def _empty(capacity: int) -> np.ndarray:

@@ -22,6 +22,7 @@ __all__ = [
     "load_u16",
     "prefetch",
     "store_i64",
+    "u32_at",
     "u64_at",
     "will_need",
     "zero_bytes",
@@ -129,6 +130,12 @@ def i32_at(address: I64, count: I64) -> np.ndarray:
 def i64_at(address: I64, count: I64) -> np.ndarray:
     """The int64 array at ``address``."""
     return carray(_at(address), (count,), np.int64)
+
+
+@inline
+def u32_at(address: I64, count: I64) -> np.ndarray:
+    """The uint32 array at ``address``."""
+    return carray(_at(address), (count,), np.uint32)
 
 
 @inline
