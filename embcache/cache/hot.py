@@ -14,7 +14,7 @@ from ..kernels import cpu, fused
 from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY, UNSAVED
 from ..kernels.index import RowIndex
 from ..kernels.initial import InitialRows
-from ..kernels.memory import available_bytes, reserve
+from ..kernels.memory import available_bytes, huge_empty, reserve
 from ..tiers.base import BackTier, Block, Moved
 from .expiry import ExpiryClock
 from .policy import WINDOW, Policy, ScoreKeeper
@@ -56,6 +56,8 @@ class HotTable:
         self.cache, self.overflow = SlotPool(0, rows), SlotPool(rows, self.reserved)
         self.keeper = ScoreKeeper(policy, rows) if policy is not None else None
         self.initial = InitialRows(table)
+        self._copies: Tensor | None = None  # where commits copy dirty rows to
+        self.copied = 0  # bytes of it that have been used
         self.expiry: ExpiryClock | None = None  # set by who asks what is over
         self.block = max(1, MOVED // self.row_bytes)
         self.tick = 0  # batches staged for training
@@ -265,9 +267,19 @@ class HotTable:
         if self.keeper is not None:
             self.keeper.clear()
 
+    def copies(self, size: int) -> np.ndarray:
+        """uint8 [size]: memory for copies of rows, one user at a time. It is kept for the next: a page that is used for
+        the first time costs more than the row that is copied to it."""
+        if size > self.rows * self.row_bytes:  # rows beside the cache are among them
+            return huge_empty(size).numpy()
+        if self._copies is None:
+            self._copies = huge_empty(self.rows * self.row_bytes)
+        self.copied = max(self.copied, size)
+        return self._copies[:size].numpy()
+
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in use: rows, arrays by slot, index, scores."""
+        """Bytes of memory in use: rows, arrays by slot, index, scores, copies for commits."""
         slots = self.cache.high - self.cache.first + self.overflow.high - self.overflow.first + 1
         scores = 0 if self.keeper is None else self.keeper.nbytes
-        return slots * (self.row_bytes + SlotArrays.BYTES) + self.index.nbytes + scores
+        return slots * (self.row_bytes + SlotArrays.BYTES) + self.index.nbytes + scores + self.copied

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..kernels import cpu
 from ..kernels.cpu import BELOW, DIRTY
-from ..kernels.memory import available_bytes, huge_empty
+from ..kernels.memory import available_bytes
 from ..tiers.base import DurableTier
 from .hot import HotTable
 
@@ -67,12 +67,12 @@ class Saving:
                 slots = table.flagged(DIRTY, DIRTY)
                 size = len(slots) * table.row_bytes
                 if left is not None:
-                    left -= size
+                    left -= max(0, size - table.copied)
                     if left < 0:
                         break
                 if size:
                     try:
-                        self._copy(table, slots, huge_empty(size).numpy())
+                        self._copy(table, slots, table.copies(size))
                     except (MemoryError, OSError):
                         break
             else:
