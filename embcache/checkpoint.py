@@ -31,6 +31,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from . import records, schema, statefile
+from .cache.saving import Saving
 from .config import TableConfig
 from .errors import BadConfig, CorruptStore, FormatVersion, SchemaMismatch
 from .lock import FolderLock
@@ -55,7 +56,7 @@ class Savable(Protocol):
         """The last tier, where it outlives the process."""
 
     def pending_tables(self) -> set[int]: ...
-    def flush(self) -> None: ...
+    def begin_save(self, number: int, wait: bool) -> Saving: ...
     def raw_rows(self, table: int, block: int) -> Iterator[tuple[Tensor, Tensor]]: ...
     def put_raw_rows(self, table: int, ids: Tensor, rows: Tensor) -> None: ...
     def begin_restore(self, description: Mapping[str, Any] | None, keep: Sequence[dict[str, Any]]) -> None: ...
@@ -162,24 +163,26 @@ class Checkpoints:
         generation = Generation(number, noted, best, 0)
         folder = self.folder / generation.name
         folder.mkdir()
+        wait = wait or not stores or any(store.durable is None for store in stores)
+        begun: list[Saving] = []
         try:
-            disk = []
-            for store in stores:
-                if store.durable is not None:
-                    store.flush()  # evictions in between, by a thread that stages ahead, end up in this generation too
-                    disk.append(store.durable.freeze(number))
-            generation = dataclasses.replace(generation, disk=disk)
             finish = self._prepare(folder, state, stores)
+            begun += [store.begin_save(number, wait) for store in stores if store.durable is not None]
+            if not wait:
+                aside = threading.Thread(
+                    target=self._finish_aside, args=(generation, begun, finish, stores), name="embcache-commit"
+                )
+                self._saving = aside
+                aside.start()
+                return generation
         except BaseException:
+            if self._saving is not None and not self._saving.is_alive():
+                self._saving = None  # it never began
+            for saving in begun:
+                saving.abort()
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        if wait or not disk:
-            return self._finish(generation, finish, stores)
-        self._saving = threading.Thread(
-            target=self._finish_aside, args=(generation, finish, stores), name="embcache-commit"
-        )
-        self._saving.start()
-        return generation
+        return self._finish(generation, begun, finish, stores)
 
     def wait(self) -> None:
         """Return when a save in the background is durable; raises what went wrong with it."""
@@ -204,15 +207,20 @@ class Checkpoints:
         if sum(store.durable is not None for store in stores) > 1:
             raise BadConfig("at most one store on disk can be saved together: put all tables into one store")
 
-    def _finish_aside(self, generation: Generation, write: Callable[[], int], stores: Sequence[Savable]) -> None:
+    def _finish_aside(
+        self, generation: Generation, begun: Sequence[Saving], write: Callable[[], int], stores: Sequence[Savable]
+    ) -> None:
         try:
-            self._finish(generation, write, stores)
+            self._finish(generation, begun, write, stores)
         except BaseException as error:  # raised again by the caller's next call
             self._failure = error
 
-    def _finish(self, generation: Generation, write: Callable[[], int], stores: Sequence[Savable]) -> Generation:
+    def _finish(
+        self, generation: Generation, begun: Sequence[Saving], write: Callable[[], int], stores: Sequence[Savable]
+    ) -> Generation:
         """Make everything durable, then commit."""
         try:
+            generation = dataclasses.replace(generation, disk=[saving.land() for saving in begun])
             for store in stores:
                 if store.durable is not None:
                     store.durable.sync()

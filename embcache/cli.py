@@ -221,7 +221,7 @@ def _store_info(path: Path) -> dict[str, Any]:
             for table, step in zip(store.tables, store.steps, strict=True)
         ]
         tier = _tier(store).info()
-    disk = {name: int(tier[name]) for name in ("base_bytes", "overlay_bytes", "overlay_rows")}
+    disk = {name: int(tier[name]) for name in ("base_bytes", "overlay_bytes", "spare_bytes", "overlay_rows")}
     return {**found, **disk, "tables": tables}
 
 
@@ -239,7 +239,7 @@ def _table(table: Any) -> dict[str, Any]:
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return "any int64" if name == "ids" else ""
-    if name in ("bytes", "base_bytes", "overlay_bytes"):
+    if name in ("bytes", "base_bytes", "overlay_bytes", "spare_bytes"):
         return human(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
 

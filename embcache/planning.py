@@ -36,13 +36,15 @@ SEGMENT_TIMES = 32  # bytes of segments per byte of the overlay's index at which
 MERGED_ROWS = 50_000  # rows of a merge's transaction: each may touch a page
 FEW_PAGES = 12  # of meta data
 OVERLAY_ENTRY = 20  # bytes of the overlay's index a row, between two growths
+WHERE = {"held": "", "batch": ", staged", "commit": ", commits", "growth": ", moments"}
 
 
 @dataclass(frozen=True)
 class PlanItem:
     """One structure: of which tier (its place in the chain) and table, on disk or in memory, and for how long.
 
-    ``when``: "held" once it is full; "batch": while batches are staged; "growth": for a moment, while it grows.
+    ``when``: "held" once it is full; "batch": while batches are staged; "commit": for as many
+    rows as a commit has copied; "growth": for a moment, while it grows.
     """
 
     tier: int
@@ -84,10 +86,10 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes of memory at most: ``memory``, rows that staged batches need beyond the cache, and the largest of the
-        structures that grow, twice."""
+        """Bytes of memory at most: ``memory``, rows that staged batches need beyond the cache, copies of all cached
+        rows in a commit, and the largest of the structures that grow, twice."""
         moments = [item.bytes for item in self.items if not item.disk and item.when == "growth"]
-        return self.memory + sum(i.bytes for i in self.items if i.when == "batch") + max(moments, default=0)
+        return self.memory + sum(i.bytes for i in self.items if i.when in ("batch", "commit")) + max(moments, default=0)
 
     @property
     def disk(self) -> int:
@@ -100,7 +102,7 @@ class MemoryPlan:
             sums.setdefault((item.tier, item.name, item.structure, item.disk, item.when), []).append(item.bytes)
         rows = [("tier", "structure", "where", "tables", "bytes")]
         for (tier, name, structure, disk, when), parts in sorted(sums.items(), key=lambda kv: kv[0][0]):
-            where = ("disk" if disk else "memory") + {"held": "", "batch": ", staged", "growth": ", moments"}[when]
+            where = ("disk" if disk else "memory") + WHERE[when]
             rows.append((f"{tier} {name}", structure, where, str(len(parts)), human(sum(parts))))
         widths = [max(len(row[k]) for row in rows) for k in range(5)]
         aligned = [
@@ -149,7 +151,8 @@ def plan(
         return MemoryPlan((*items, *whole), (*told, *_unbounded_notes(tables, used, tiers[0])))
     for k, tier in enumerate(tiers):
         if isinstance(tier, Ram) and tier.bounded and k < len(tiers) - 1:
-            items += _cache(k, tables, tier, staged if k == 0 else None)
+            over_disk = k == len(tiers) - 2 and isinstance(tiers[-1], Lmdb)
+            items += _cache(k, tables, tier, staged if k == 0 else None, over_disk)
         elif isinstance(tier, Ram):
             items += [
                 item for table, n in zip(tables, used, strict=True) for item in _hashed(k, table, n, held_twice=True)
@@ -204,7 +207,7 @@ def _grown(rows: int) -> int:
     return capacity
 
 
-def _cache(tier: int, tables: list[TableConfig], ram: Ram, staged: list[int] | None) -> list[PlanItem]:
+def _cache(tier: int, tables: list[TableConfig], ram: Ram, staged: list[int] | None, over_disk: bool) -> list[PlanItem]:
     items: list[PlanItem] = []
     for t, (table, rows) in enumerate(zip(tables, cached_rows(ram, tables), strict=True)):
         entries = max(SMALLEST, 2 * rows)
@@ -215,6 +218,9 @@ def _cache(tier: int, tables: list[TableConfig], ram: Ram, staged: list[int] | N
             ("scores", ScoreKeeper.bytes_for(cast(Any, ram.policy), rows)),
         ):
             items.append(PlanItem(tier, "Ram", table.name, structure, size))
+        if over_disk:  # where every row is dirty
+            copies = PlanItem(tier, "Ram", table.name, "copies of rows", rows * table.row_bytes, when="commit")
+            items.append(copies)
         if staged is None or not staged[t]:
             continue
         # the worst case: none of the rows that are staged ahead has a place in the cache, or all of it is pinned

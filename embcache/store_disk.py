@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import schema
 from .cache import Front
+from .cache.saving import Saving
 from .checkpoint import Checkpoints
 from .config import TableConfig
 from .errors import CorruptStore, NotSupported
@@ -29,14 +30,14 @@ class StoreDisk(StoreRows):
     """The generation that was found on disk when the store was opened, None where there was none."""
     _generation: int
     _lineage: str
-    _flushed: int  # version of the rows when the last commit, or restore, copied them
+    _copied: int  # version of the rows when the last commit, or restore, copied them
     _saved: int  # version of the rows in the last committed generation
     _checkpoints: Checkpoints | None
 
     def _open_disk(self) -> None:
         """Take the folder and read the last generation in it."""
         self.recovered_from, self._generation, self._checkpoints = None, 0, None
-        self._lineage, self._flushed, self._saved = secrets.token_hex(8), self.version, self.version
+        self._lineage, self._copied, self._saved = secrets.token_hex(8), self.version, self.version
         durable = self.front.durable
         if durable is None:
             return
@@ -120,7 +121,13 @@ class StoreDisk(StoreRows):
         """Write every dirty row to the tier below; nothing is committed by it."""
         self.require_writable("flush")
         self.front.flush()
-        self._flushed = self.version
+
+    def begin_save(self, number: int, wait: bool) -> Saving:
+        """The rows as they are now become generation ``number``; see ``Front.begin_save``."""
+        self.require_writable("commit")
+        saving = self.front.begin_save(number, wait)
+        self._copied = self.version
+        return saving
 
     @property
     def lineage(self) -> str:
@@ -143,7 +150,7 @@ class StoreDisk(StoreRows):
             for t in range(len(self.tables)):
                 self.front.reset(t)
         self.version += 1
-        self._flushed = self.version
+        self._copied = self.version
 
     def extra_state(self) -> dict[str, Tensor]:
         """What admission and expiry remember besides rows."""
@@ -155,7 +162,7 @@ class StoreDisk(StoreRows):
 
     def committed(self, number: int) -> None:
         """A generation with these rows exists."""
-        self._generation, self._saved = number, self._flushed
+        self._generation, self._saved = number, self._copied
 
     def _merged(self) -> None:
         durable = self.front.durable
@@ -178,6 +185,8 @@ class StoreDisk(StoreRows):
             if self._checkpoints is not None and self._pid == os.getpid():
                 self._checkpoints.wait()
         finally:
+            if self._pid == os.getpid():
+                self.front.settle()
             self.front.close()
             self._checkpoints, self._pid = None, CLOSED
 

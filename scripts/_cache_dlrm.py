@@ -179,9 +179,9 @@ def _commit(model: Model) -> dict[str, Any]:
     start = time.perf_counter()
     model.store.commit({"step": -2}, wait=False)
     stall = time.perf_counter() - start
-    rows = int(model.store.durable.stats()["rows_written"] - before)
     model.store.checkpoints.wait()
     whole = time.perf_counter() - start
+    rows = int(model.store.durable.stats()["rows_written"] - before)
     row_bytes = model.tables[0].row_bytes
     source = np.ones((max(rows, model.cache), row_bytes), np.uint8)
     at = np.sort(np.random.default_rng(0).choice(len(source), rows, replace=False))

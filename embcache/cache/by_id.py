@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY
-from ..tiers.base import BackTier
+from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY, UNSAVED
+from ..tiers.base import BackTier, DurableTier
 from .direct import DirectTable
 from .hot import HotTable, ascending
 from .lease import Turn
 from .lifetimes import Lifetimes
 from .merged import merged
+from .saving import Saving
 
 
 class FrontRows:
@@ -27,6 +28,12 @@ class FrontRows:
     _turn: Turn
     _lifetimes: Lifetimes
     _stage_lock: threading.Lock
+    _saving: Saving | None
+
+    @property
+    def durable(self) -> DurableTier | None:
+        """The last tier, where it outlives the process."""
+        raise NotImplementedError
 
     def pins(self) -> int:
         """Pinned rows."""
@@ -60,6 +67,7 @@ class FrontRows:
         keys, block = unique.view(np.int64), np.ascontiguousarray(inverse[first])
         if engine.expiry is not None:
             block = engine.expiry.adopt(block)
+        self.settle()
         with self._stage_lock:
             self._load(engine, keys, block)
 
@@ -86,6 +94,7 @@ class FrontRows:
             engine.delete(ids)
             return
         keys, _ = _distinct(ids.numpy())
+        self.settle()  # the copies of a commit would come back over the deletion
         with self._stage_lock:
             self._delete(engine, keys)
 
@@ -108,7 +117,7 @@ class FrontRows:
             ids = table.slot_ids[staying]
             table.initial.fill(table.numpy, staying.astype(np.int64), ids)
             with self._turn:
-                table.flags[staying] &= ~(DIRTY | EXISTS | BELOW)
+                table.flags[staying] &= ~(UNSAVED | EXISTS | BELOW)
 
     def reset(self, t: int) -> None:
         """Every row of a table reads as initial."""
@@ -116,6 +125,7 @@ class FrontRows:
         if isinstance(engine, DirectTable):
             engine.reset()
             return
+        self.settle()
         with self._stage_lock:
             below = [keys for keys, _ in engine.stored(65536, over=True)]
             resident, _ = engine.index.items()
@@ -128,6 +138,7 @@ class FrontRows:
         """Delete from the tiers below the rows that are over already; returns their number. Nothing reads differently,
         but what is stored shrinks. Walks every row of the tables that expire."""
         count = 0
+        self.settle()
         for table in self._hot.values():
             if table.expiry is None or table.below is None:
                 continue
@@ -146,6 +157,7 @@ class FrontRows:
         if isinstance(engine, DirectTable):
             yield from engine.written_rows(block)
             return
+        self.settle()
         with self._stage_lock:
             resident = engine.slot_ids[engine.flagged(EXISTS, EXISTS)]
         resident = resident[ascending(resident)]
@@ -158,12 +170,19 @@ class FrontRows:
 
     def count_written(self, t: int) -> int:
         """Rows that differ from their initial value."""
+        self.settle()
         with self._stage_lock:
             return self._engines[t].count_written()
 
     def flush(self) -> None:
         """Write every dirty row to the tier below, and what that one holds on to further down. Where it raises, what
         was not written is still dirty here."""
+        self.settle()
+        self._pour()
+        for tier in self.below:
+            getattr(tier, "flush", lambda: None)()
+
+    def _pour(self) -> None:
         for table in self._hot.values():
             if table.below is None:
                 continue
@@ -175,8 +194,6 @@ class FrontRows:
                 part = order[start : start + table.block]
                 with self._stage_lock:
                     self._flush(table, slots[part], ids[part])
-        for tier in self.below:
-            getattr(tier, "flush", lambda: None)()
 
     def _flush(self, table: HotTable, slots: np.ndarray, ids: np.ndarray) -> None:
         still = (table.slot_ids[slots] == ids) & ((table.flags[slots] & DIRTY) != 0)  # others have been written since
@@ -187,8 +204,39 @@ class FrontRows:
                 table.flags[slots] = table.flags[slots] & ~DIRTY | BELOW
             table.written_back += len(slots)
 
+    def begin_save(self, number: int, wait: bool) -> Saving:
+        """Every row as it is now belongs to generation ``number`` of the last tier, once the result has landed. Not
+        ``wait``: what is dirty is copied; else, or where there is no memory for copies, it is written at once."""
+        durable = self.durable
+        assert durable is not None
+        self.settle()
+        *middle, _ = self.below
+        saving = Saving(number, self._hot.values(), durable, self._stage_lock, self._turn)
+        if middle and not wait:  # from cache to cache is a copy too
+            self._pour()
+            for tier in middle[:-1]:
+                tier.flush()  # type: ignore[attr-defined]
+            saving = middle[-1].saving(number)  # type: ignore[attr-defined]
+        try:
+            if wait or not saving.copy():
+                self.flush()
+            saving.freeze()  # what left since the copies were made is in the generation too: nothing has changed since
+        except BaseException:
+            saving.abort()
+            raise
+        self._saving = saving
+        return saving
+
+    def settle(self) -> None:
+        """Until what a commit has copied is below, or, if that failed, dirty again. Not under the stage lock."""
+        saving = self._saving
+        if saving is not None:
+            saving.done.wait()
+            self._saving = None
+
     def forget(self) -> None:
         """Drop every resident row unwritten. RuntimeError while rows are pinned."""
+        self.settle()
         with self._stage_lock:
             if self.pins():
                 raise RuntimeError(f"{self.pins()} rows are pinned: release every handle first")

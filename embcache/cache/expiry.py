@@ -30,11 +30,12 @@ class ExpiryClock:
         """View int32 [n, 2] of whole rows uint8 [n, row_bytes]: step of the last update, number of updates."""
         return rows.view(np.int32)[:, self._at : self._at + 2]
 
-    def over(self, rows: np.ndarray) -> np.ndarray:
-        """bool [n]: which of these stored rows the last sweep took."""
-        out = np.zeros(len(rows), dtype=np.bool_)
-        if self.swept and len(rows):
-            lifetime.over(self.metas(rows), self.swept, self._idle, self._below, out)
+    def over(self, rows: np.ndarray, chosen: np.ndarray | None = None) -> np.ndarray:
+        """bool [n]: which of these stored rows, all or those ``chosen`` (int32), the last sweep took."""
+        out = np.zeros(len(rows if chosen is None else chosen), dtype=np.bool_)
+        if self.swept and len(out):
+            metas = self.metas(rows) if chosen is None else self.metas(rows)[chosen]
+            lifetime.over(metas, self.swept, self._idle, self._below, out)
         return out
 
     def over_slots(self, slab: np.ndarray, slots: np.ndarray) -> np.ndarray:

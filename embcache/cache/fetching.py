@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 try:
     from resource import RUSAGE_SELF, getrusage
 except ImportError:  # a system that does not count page faults: reads stay in turn
     getrusage = None  # type: ignore[assignment]
+
+Part = TypeVar("Part")
 
 READERS = 16
 MANY, FEW = (
@@ -25,19 +28,19 @@ class Fetching:
         self.parallel = False
         self._pool: ThreadPoolExecutor | None = None
 
-    def run(self, reads: Sequence[Callable[[], None]], rows: int) -> None:
-        """Call every read (of ``rows`` rows together). What one of them raises is raised when all have ended."""
+    def run(self, read: Callable[[Sequence[Part]], None], parts: Sequence[Part], rows: int) -> None:
+        """``read`` all parts (of ``rows`` rows together), in one call or each in its own. What one of them raises is
+        raised when all have ended."""
         before = _faults()
-        if self.parallel and len(reads) > 1:
+        if self.parallel and len(parts) > 1:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="embcache-read")
-            futures = [self._pool.submit(read) for read in reads]
+            futures = [self._pool.submit(read, [part]) for part in parts]
             wait(futures)
             for future in futures:
                 future.result()
         else:
-            for read in reads:
-                read()
+            read(parts)
         self.parallel = _faults() - before > rows * (FEW if self.parallel else MANY)
 
     def close(self) -> None:

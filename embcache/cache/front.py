@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import StaleLookup
-from ..kernels import cpu
+from ..kernels import cpu, fused
 from ..kernels.cpu import DIRTY, EXISTS, READY
 from ..layout import BAGS, FIRST, TABLE
 from ..tiers.base import Arena, BackTier, DurableTier
@@ -34,7 +34,6 @@ from .lease import IN_CACHE, IN_OVERFLOW, Lease, Turn
 from .lifetimes import Lifetimes
 from .slots import SlotArrays
 
-Range = tuple[int, int]
 RELEASED = "this lease was released: stage the batch again"
 STAGES = ("dedup_probe", "evict_write", "miss_read", "insert")
 
@@ -62,13 +61,19 @@ class Front(FrontRows):
         self._arrays = SlotArrays([e.capacity for e in self._hot.values()])
         for engine, base in zip(self._hot.values(), self._arrays.bases, strict=True):
             engine.attach(self._arrays, base)
+        self._hashed = np.array([t in self._hot for t in range(len(engines))], dtype=np.bool_)
+        self._described = np.zeros((len(engines), fused.TABLE), dtype=np.int64)
+        for t, engine in self._hot.items():
+            self._described[t] = engine.described
         self._turn = Turn(self._arrays)
         self._lifetimes = Lifetimes(self._hot)
         self._stage_lock = threading.Lock()
         self._wide = any(e.rows >= 2**31 for e in self._direct.values())
         self.arenas = [self._arena(t) for t in range(len(self.tables))]
         self._stats = {"stages": 0, "unique_ids": 0, "hits": 0, "misses": 0, "ids": 0, "ids_hit": 0, "rows_restaged": 0}
+        self._stats["evictions"] = 0
         self._fetching = Fetching()
+        self._saving = None
         self._seconds = dict.fromkeys(STAGES, 0.0)
 
     def _arena(self, t: int) -> Arena:
@@ -99,14 +104,13 @@ class Front(FrontRows):
         """
         if not self._hot:
             return values
-        groups, whole = self._ranges(features, offsets)
-        if not groups:
+        tables, ends, ranges, whole = self._ranges(features, offsets)
+        if not len(tables):
             return values
         ids = values.to(torch.int64).contiguous().numpy()
-        ranges = np.array([r for found in groups.values() for r in found], dtype=np.int64).reshape(-1, 2)
         lease = Lease(training, len(ids), int((ranges[:, 1] - ranges[:, 0]).sum()), ranges)
         with self._stage_lock:
-            self._stage(lease, groups, ids, overflow)
+            self._stage(lease, tables, ends, ranges, ids, overflow)
         try:
             lease.out = self._out(values, len(ids) == len(lease.unique), whole)
             cpu.spread(lease.ranges, lease.positions, lease.slots, lease.out.numpy())
@@ -122,138 +126,135 @@ class Front(FrontRows):
             return values.to(dtype, copy=True)
         return torch.empty(len(values), dtype=dtype) if covered else torch.zeros(len(values), dtype=dtype)
 
-    def _ranges(self, features: Tensor, offsets: Tensor | None) -> tuple[dict[int, list[Range]], bool]:
-        """(positions of the ids of each hashed table, whether a table that is not is among them)."""
-        at = None if offsets is None else offsets.numpy()
-        groups: dict[int, list[Range]] = {}
-        direct = False
-        for row in features.tolist():
-            t, first, last = row[TABLE], row[FIRST], row[FIRST] + row[BAGS]
-            if t in self._direct:
-                direct = True
-                continue
-            found = (first, last) if at is None else (int(at[first]), int(at[last]))
-            groups.setdefault(t, []).append(found)
-        return groups, direct
+    def _ranges(self, features: Tensor, offsets: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+        """(the hashed tables that are read, how many ranges there are up to the last of each, int64 [R, 2] positions of
+        their ids, table by table; whether a table that is not hashed is among the features)."""
+        rows = features.numpy()
+        hashed = self._hashed[rows[:, TABLE]]
+        direct = not hashed.all()
+        rows = rows[hashed]
+        rows = rows[np.argsort(rows[:, TABLE], kind="stable")]
+        ranges = np.stack([rows[:, FIRST], rows[:, FIRST] + rows[:, BAGS]], axis=1)
+        if offsets is not None:
+            ranges = offsets.numpy()[ranges].astype(np.int64, copy=False)
+        ends = np.flatnonzero(np.diff(rows[:, TABLE], append=-1)) + 1
+        return rows[ends - 1, TABLE], ends, ranges, direct
 
     def _stage(
-        self, lease: Lease, groups: dict[int, list[Range]], ids: np.ndarray, overflow: bool, again: bool = False
+        self,
+        lease: Lease,
+        tables: np.ndarray,
+        ends: np.ndarray,
+        ranges: np.ndarray,
+        ids: np.ndarray,
+        overflow: bool,
+        again: bool = False,
     ) -> None:
         """Under the stage lock: fill a lease's arrays by row and pin; nothing has changed if it raises."""
         begin = perf_counter()
-        done: list[tuple[HotTable, int, np.ndarray]] = []
+        sizes = np.diff(np.cumsum(ranges[:, 1] - ranges[:, 0])[ends - 1], prepend=0)
+        firsts = np.cumsum(sizes) - sizes
+        lease.tables = tables
+        lease.segments = np.stack([self._described[tables, fused.BASE], firsts, firsts], axis=1)
         try:
-            first = 0
-            for t, ranges in groups.items():
-                table, state = self._hot[t], np.zeros(3, dtype=np.int64)
-                done.append((table, first, state))
-                size = sum(stop - start for start, stop in ranges)
-                rows = slice(first, first + size)
-                for start, stop in ranges:
-                    table.locate(
-                        state,
-                        ids[start:stop],
-                        first,
-                        lease.positions[start:stop],
-                        lease.unique[rows],
-                        lease.slots[rows],
-                        lease.counts[rows],
-                    )
-                first += size
-            lease.tables = np.fromiter(groups, dtype=np.int64, count=len(groups))
-            lease.segments = np.array(
-                [(table.base, at, at + state[cpu.UNIQUE]) for table, at, state in done], dtype=np.int64
-            ).reshape(-1, 3)
+            misses = self._locate(lease, ends, ranges, ids)
             with self._turn:
                 cpu.pin(lease.segments, lease.slots, self._arrays.pins)
                 lease.pinned = True
             self._seconds["dedup_probe"] += perf_counter() - begin
             self._reclaim()
-            self._fill(lease, done, overflow, again)
+            self._fill(lease, misses, overflow, again)
         except BaseException:
-            self._forget_misses(lease, done)
+            self._forget_misses(lease)
             raise
         lease.overflow_held = True
 
-    def _forget_misses(self, lease: Lease, done: list[tuple[HotTable, int, np.ndarray]]) -> None:
+    def _locate(self, lease: Lease, ends: np.ndarray, ranges: np.ndarray, ids: np.ndarray) -> int:
+        """The distinct ids and their slots; returns how many have none. Indexes grow as they must."""
+        states = np.zeros((len(ends), fused.STATE), dtype=np.int64)
+        states[1:, fused.RANGE] = ends[:-1]
+        while True:
+            full = fused.locate_all(
+                self._described,
+                lease.tables,
+                states,
+                ends,
+                ranges,
+                ids,
+                self._arrays.where,
+                lease.positions,
+                lease.unique,
+                lease.slots,
+                lease.counts,
+                lease.segments,
+            )
+            if full < 0:
+                return int(states[:, cpu.MISSES].sum())
+            index = self._hot[int(lease.tables[full])].index
+            index.reserve(index.count + 1)
+
+    def _forget_misses(self, lease: Lease) -> None:
         if lease.pinned:
             with self._turn:
                 self._turn.unpin(lease, 0)
                 lease.pinned = False
-        for table, first, state in done:
-            rows = slice(first, first + int(state[cpu.UNIQUE]))
-            table.index.delete(lease.unique[rows][lease.slots[rows] < 0])
+        for t, (_, first, last) in zip(lease.tables.tolist(), lease.segments.tolist(), strict=True):
+            missing = lease.slots[first:last] < 0
+            self._hot[t].index.delete(lease.unique[first:last][missing])
 
-    def _fill(self, lease: Lease, done: list[tuple[HotTable, int, np.ndarray]], overflow: bool, again: bool) -> None:
-        fills = []
-        hits = []
-        for table, first, state in done:
-            rows = slice(first, first + int(state[cpu.UNIQUE]))
-            slots, counts = lease.slots[rows], lease.counts[rows]
-            if state[cpu.MISSES]:
-                fills.append(Fill(table, lease, first, int(state[cpu.UNIQUE]), int(state[cpu.MISSES])))
-                slots, counts = slots[slots >= 0], counts[slots >= 0]
-            if len(slots):
-                hits.append((table, slots, counts))
-        self._make_room(fills, overflow)
-        self._bring(fills)
+    def _fill(self, lease: Lease, misses: int, overflow: bool, again: bool) -> None:
+        begin = perf_counter()
+        tables = [self._hot[t] for t in lease.tables.tolist()]
+        ticks = np.array([table.tick + 1 for table in tables] if lease.training else [], dtype=np.int64)
+        fill = Fill(tables, self._described, self._arrays, lease, misses)
+        self._seconds["dedup_probe"] += perf_counter() - begin
+        if misses:
+            self._make_room(fill, overflow)
+            self._bring(fill, ticks)
         if again:
-            self._stats["rows_restaged"] += sum(len(fill.keys) for fill in fills)
+            self._stats["rows_restaged"] += misses
             return
         if lease.training:
-            for table, slots, counts in hits:
-                if table.keeper is not None:
-                    table.keeper.hit(slots, counts, table.tick + 1)
-            for table, _, _ in done:
+            begin = perf_counter()
+            fill.hit(ticks)
+            for table in tables:
                 table.tick += 1
                 table.tell()
-        self._count(lease, done, hits)
+            self._seconds["insert"] += perf_counter() - begin
+        s = self._stats
+        s["stages"] += 1
+        s["unique_ids"] += len(fill.hits) + misses
+        s["misses"] += misses
+        s["hits"] += len(fill.hits)
+        s["ids"] += len(lease.unique)
+        s["ids_hit"] += fill.used
 
-    def _make_room(self, fills: list[Fill], overflow: bool) -> None:
-        if not fills:
-            return
+    def _make_room(self, fill: Fill, overflow: bool) -> None:
         begin = perf_counter()
         try:
-            for fill in fills:
-                fill.choose(self._turn, overflow)
-            for fill in fills:
-                fill.write_down()
+            fill.choose(self._turn, overflow)
+            fill.write_down()
         except BaseException:
-            for fill in fills:
-                fill.cancel()
+            fill.cancel()
             raise
         finally:
             self._seconds["evict_write"] += perf_counter() - begin
 
-    def _bring(self, fills: list[Fill]) -> None:
-        if not fills:
-            return
+    def _bring(self, fill: Fill, ticks: np.ndarray) -> None:
         begin = perf_counter()
-        for fill in fills:
-            fill.occupy()
+        fill.occupy()
+        self._stats["evictions"] += fill.evicted
         middle = perf_counter()
         try:
-            self._fetching.run([fill.fetch for fill in fills], sum(len(fill.keys) for fill in fills))
+            fill.fetch(self._fetching)
         except BaseException:
-            for fill in fills:
-                fill.vacate()
+            fill.vacate()
             raise
         finally:
-            self._seconds["insert"] += middle - begin
-            self._seconds["miss_read"] += perf_counter() - middle
-        for fill in fills:
-            fill.finish()
-
-    def _count(self, lease: Lease, done: Sequence[Any], hits: Sequence[Any]) -> None:
-        misses = sum(int(state[cpu.MISSES]) for _, _, state in done)
-        unique = sum(int(state[cpu.UNIQUE]) for _, _, state in done)
-        s = self._stats
-        s["stages"] += 1
-        s["unique_ids"] += unique
-        s["misses"] += misses
-        s["hits"] += unique - misses
-        s["ids"] += len(lease.unique)
-        s["ids_hit"] += sum(int(counts.sum()) for _, _, counts in hits)
+            end = perf_counter()
+            self._seconds["miss_read"] += end - middle
+        fill.finish(ticks)
+        self._seconds["insert"] += middle - begin + perf_counter() - end
 
     def _reclaim(self) -> None:
         """Rows of the overflow extent that nobody holds any more leave it."""
@@ -312,8 +313,8 @@ class Front(FrontRows):
                 self._turn.unpin(lease, IN_OVERFLOW)
                 lease.overflow_held = False
         again = Lease(lease.training, len(lease.unique), len(lease.unique), lease.ranges)
-        groups = {int(t): [(int(s[1]), int(s[2]))] for t, s in zip(lease.tables, lease.segments, strict=True)}
-        self._stage(again, groups, lease.unique, True, again=True)
+        ends = np.arange(1, len(lease.tables) + 1)
+        self._stage(again, lease.tables, ends, lease.segments[:, 1:].copy(), lease.unique, True, again=True)
         moved = np.full(len(lease.slots), -1, dtype=np.int32)
         # the same rows in the same order, but without gaps between segments
         for old, new in zip(lease.segments, again.segments, strict=True):
@@ -358,13 +359,13 @@ class Front(FrontRows):
         look ahead keep their rows. Each batch once, in order."""
         if not self._hot:
             return
-        groups, _ = self._ranges(features, offsets)
+        tables, ends, ranges, _ = self._ranges(features, offsets)
         ids = values.to(torch.int64).contiguous().numpy()
         with self._stage_lock:
-            for t, ranges in groups.items():
+            for t, mine in zip(tables.tolist(), np.split(ranges, ends[:-1]), strict=True):
                 table = self._hot[t]
                 if table.keeper is not None and table.keeper.policy == "lookahead":
-                    keys = np.unique(np.concatenate([ids[start:stop] for start, stop in ranges]))
+                    keys = np.unique(np.concatenate([ids[start:stop] for start, stop in mine.tolist()]))
                     table.announce(keys, table.tick + ahead)
 
     # step -------------------------------------------------------------------------------------------------------
@@ -382,8 +383,8 @@ class Front(FrontRows):
                 continue
             seen.add(id(lease))
             trained = np.array([t not in frozen for t in lease.tables.tolist()], dtype=np.bool_)
-            kept = self._padding(lease)
             with self._turn:
+                kept = self._padding(lease)
                 cpu.mark(lease.segments[trained], lease.slots, self._arrays.flags, DIRTY | EXISTS)
                 for g, flags in kept:
                     self._arrays.flags[g] = flags
@@ -426,7 +427,6 @@ class Front(FrontRows):
         hot = self._hot.values()
         return {
             **self._stats,
-            "evictions": sum(table.evicted for table in hot),
             "rows_written_back": sum(table.written_back for table in hot),
             "overflow_peak": sum(table.overflow_peak for table in hot),
             "resident": sum(len(table.index) for table in hot),

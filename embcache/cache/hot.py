@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import TableTooLarge
-from ..kernels import cpu
-from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY
+from ..kernels import cpu, fused
+from ..kernels.cpu import BELOW, DIRTY, EXISTS, READY, UNSAVED
 from ..kernels.index import RowIndex
 from ..kernels.initial import InitialRows
-from ..kernels.memory import available_bytes, reserve
-from ..tiers.base import BackTier, Block
+from ..kernels.memory import available_bytes, huge_empty, reserve
+from ..tiers.base import BackTier, Block, Moved
 from .expiry import ExpiryClock
 from .policy import WINDOW, Policy, ScoreKeeper
 from .slots import SlotArrays, SlotPool
@@ -56,20 +56,27 @@ class HotTable:
         self.cache, self.overflow = SlotPool(0, rows), SlotPool(rows, self.reserved)
         self.keeper = ScoreKeeper(policy, rows) if policy is not None else None
         self.initial = InitialRows(table)
+        self._copies: Tensor | None = None  # where commits copy dirty rows to
+        self.copied = 0  # bytes of it that have been used
         self.expiry: ExpiryClock | None = None  # set by who asks what is over
         self.block = max(1, MOVED // self.row_bytes)
         self.tick = 0  # batches staged for training
         self._coming: deque[tuple[int, np.ndarray]] = deque()  # announced, but still too far off
         self.warned = False  # that a batch was larger than the cache
         self._promised = 0  # rows for which there was memory when it was looked
-        self.evicted = self.written_back = self.overflow_peak = 0
+        self.written_back = self.overflow_peak = 0
 
     def attach(self, arrays: SlotArrays, base: int) -> None:
-        """Take this table's part of the arrays by slot."""
+        """Take this table's part of the arrays by slot; from now on kernels can be told of it (``described``)."""
         part = slice(base, base + self.capacity)
         self.base = base
         self.slot_ids, self.pins = arrays.slot_ids[part], arrays.pins[part]
         self.flags, self.where = arrays.flags[part], arrays.where[part]
+        self.described = np.zeros(fused.TABLE, dtype=np.int64)
+        fields = (self.index.header, self.cache.state, self.overflow.state)
+        self.described[: len(fields)] = [field.ctypes.data for field in fields]
+        self.described[fused.KEEPER] = 0 if self.keeper is None else self.keeper.fields.ctypes.data
+        self.described[fused.BASE], self.described[fused.ROWS] = base, self.rows
         self.clean_sink()
 
     def clean_sink(self) -> None:
@@ -77,18 +84,6 @@ class HotTable:
         self.initial.fill(self.numpy, np.array([self.reserved]), np.zeros(1, dtype=np.int64))
 
     # finding ----------------------------------------------------------------------------------------------------
-
-    def locate(self, state: np.ndarray, keys: np.ndarray, first: int, positions: np.ndarray, *rows: np.ndarray) -> None:
-        """``kernels.cpu.locate`` for all of ``keys``; the index grows as it must."""
-        at = 0
-        state[cpu.COUNT] = self.index.count
-        while True:
-            index = self.index
-            at = cpu.locate(index.entries, state, index.limit, keys, at, first, self.where, positions, *rows)
-            index.count = int(state[cpu.COUNT])
-            if at == len(keys):
-                return
-            index.reserve(index.count + 1)
 
     def slots_of(self, keys: np.ndarray) -> np.ndarray:
         """int32 [n], -1 where a key is not resident."""
@@ -120,13 +115,17 @@ class HotTable:
         if self.below is None or not len(slots):
             return
         flags = self.flags[slots]
-        for keys, block in self._blocks(slots[(flags & DIRTY) != 0]):
+        for keys, block in self._blocks(slots[(flags & UNSAVED) != 0]):
             self.below.write(self.number, keys, self.gather(block))
-            self.flags[block] = self.flags[block] & ~DIRTY | BELOW
+            self.flags[block] = self.flags[block] & ~UNSAVED | BELOW
             self.written_back += len(block)
         if getattr(self.below, "keeps_offers", False):
-            for keys, block in self._blocks(slots[(flags & (DIRTY | EXISTS)) == EXISTS]):
-                self.below.offer(self.number, keys, self.gather(block))
+            self.offer(slots[(flags & (UNSAVED | EXISTS)) == EXISTS])
+
+    def offer(self, slots: np.ndarray) -> None:
+        """The tier below may keep these rows, which it, or one further down, has."""
+        for keys, block in self._blocks(slots):
+            self.below.offer(self.number, keys, self.gather(block))  # type: ignore[union-attr]
 
     def _blocks(self, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(keys ascending, their slots) in pieces that are moved at once."""
@@ -165,12 +164,10 @@ class HotTable:
 
     # coming -----------------------------------------------------------------------------------------------------
 
-    def occupy(self, slots: np.ndarray, keys: np.ndarray, new: bool = True) -> None:
-        """Rows of ``keys`` will be in ``slots``: indexed (they may be already: not ``new``), pinned once, not ready."""
-        if new:
-            self.index.reserve(self.index.count + len(keys))
+    def occupy(self, slots: np.ndarray, keys: np.ndarray) -> None:
+        """Rows of ``keys`` will be in ``slots``: indexed, pinned once, not ready."""
+        self.index.reserve(self.index.count + len(keys))
         self.index.count += cpu.enter(self.index.entries, keys, slots, self.slot_ids, self.pins, self.flags, self.rows)
-        self.overflow_peak = max(self.overflow_peak, self.overflow.used)
 
     def vacate(self, slots: np.ndarray, keys: np.ndarray) -> None:
         """Undo ``occupy``."""
@@ -191,18 +188,13 @@ class HotTable:
         self.pins[to] = 0
         self.flags[to] = flags & (EXISTS | DIRTY) | READY
 
-    def fetch(self, keys: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Bring rows (keys ascending) into their slots; bool [n]: those the tier below has."""
-        found = np.zeros(len(keys), dtype=np.bool_)
-        for start in range(0, len(keys) if self.below is not None else 0, self.block):
-            part = slice(start, start + self.block)
-            rows = np.empty((len(keys[part]), self.row_bytes), dtype=np.uint8)
-            found[part] = self._current(self.below.read(self.number, keys[part], rows), rows)  # type: ignore[union-attr]
-            self.scatter(rows, np.flatnonzero(found[part]), slots[part])
-        fresh = np.flatnonzero(~found)
-        if len(fresh):
-            self.initial.fill(self.numpy, slots[fresh].astype(np.int64), keys[fresh])
-        return found
+    def complete(self, rows: Moved) -> None:
+        """Of rows that are read: those that are over, or that the tier below does not have, become initial."""
+        if self.expiry is not None:
+            rows.found[:] &= ~self.expiry.over(self.numpy, rows.slots)
+        if np.count_nonzero(rows.found) < len(rows.found):
+            fresh = np.flatnonzero(~rows.found)
+            self.initial.fill(self.numpy, rows.slots[fresh].astype(np.int64), rows.keys[fresh])
 
     # rows by id -------------------------------------------------------------------------------------------------
 
@@ -265,10 +257,6 @@ class HotTable:
             tick, keys = self._coming.popleft()
             self.keeper.announce(keys, self.slots_of(keys), tick)
 
-    def mark_loaded(self, slots: np.ndarray, found: np.ndarray) -> None:
-        """Rows are ready; those that the tier below has exist."""
-        cpu.loaded(slots, found, self.flags)
-
     def clear(self) -> None:
         """Nothing is resident."""
         for pool in (self.cache, self.overflow):
@@ -279,9 +267,19 @@ class HotTable:
         if self.keeper is not None:
             self.keeper.clear()
 
+    def copies(self, size: int) -> np.ndarray:
+        """uint8 [size]: memory for copies of rows, one user at a time. It is kept for the next: a page that is used for
+        the first time costs more than the row that is copied to it."""
+        if size > self.rows * self.row_bytes:  # rows beside the cache are among them
+            return huge_empty(size).numpy()
+        if self._copies is None:
+            self._copies = huge_empty(self.rows * self.row_bytes)
+        self.copied = max(self.copied, size)
+        return self._copies[:size].numpy()
+
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in use: rows, arrays by slot, index, scores."""
+        """Bytes of memory in use: rows, arrays by slot, index, scores, copies for commits."""
         slots = self.cache.high - self.cache.first + self.overflow.high - self.overflow.first + 1
         scores = 0 if self.keeper is None else self.keeper.nbytes
-        return slots * (self.row_bytes + SlotArrays.BYTES) + self.index.nbytes + scores
+        return slots * (self.row_bytes + SlotArrays.BYTES) + self.index.nbytes + scores + self.copied

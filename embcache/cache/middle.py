@@ -6,24 +6,27 @@ then, or by ``flush``.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
 from ..config import TableConfig
 from ..errors import StorageFull
 from ..kernels.cpu import BELOW, DIRTY, READY
-from ..tiers.base import BackTier, Block
+from ..tiers.base import BackTier, Block, Copying, DurableTier
 from .hot import HotTable, ascending
 from .merged import merged
 from .policy import Policy
+from .saving import Saving
 from .slots import SlotArrays
 
 COUNTERS = ("rows_read", "rows_found", "rows_written", "rows_offered", "bytes_read", "bytes_written", "evictions")
 
 
-class Middle:
+class Middle(Copying):
     """A ``BackTier`` over another one, already opened. Thread-safe: one call at a time.
 
     Args:
@@ -178,6 +181,10 @@ class Middle:
                     part = slots[start : start + hot.block]
                     self.below.write(hot.number, hot.slot_ids[part], hot.gather(part))
                     hot.flags[part] = hot.flags[part] & ~DIRTY | BELOW
+
+    def saving(self, number: int) -> Saving:
+        """To copy what is dirty here into generation ``number`` of the tier below, which outlives the process."""
+        return Saving(number, self._tables, cast(DurableTier, self.below), self._lock, contextlib.nullcontext())
 
     def forget(self) -> None:
         """Drop every row unwritten."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..kernels import cpu
 from ..kernels.memory import reserve
 
 
@@ -19,45 +20,47 @@ class SlotPool:
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
+        self.state = np.zeros(cpu.POOL, dtype=np.int64)  # what kernels are told of it
         self.clear()
 
     def clear(self) -> None:
         """Every slot is free."""
-        self.high = self.first  # slots from here on were never given out
         self._back = np.empty(0, dtype=np.int32)
-        self._held = 0
+        self.state[:] = self.first, self.last, 0, self._back.ctypes.data
+
+    @property
+    def high(self) -> int:
+        """Slots from here on were never given out."""
+        return int(self.state[cpu.FRESH])
 
     @property
     def free(self) -> int:
         """Slots that can be taken."""
-        return self.last - self.high + self._held
+        return self.last - self.high + int(self.state[cpu.HELD])
 
     @property
     def used(self) -> int:
         """Slots that are taken."""
-        return self.high - self.first - self._held
+        return self.high - self.first - int(self.state[cpu.HELD])
 
     def take(self, n: int) -> np.ndarray:
         """int32 [<= n]: as many slots as there are."""
-        again = min(n, self._held)
-        fresh = min(n - again, self.last - self.high)
-        self._held -= again
-        out = np.empty(again + fresh, dtype=np.int32)
-        out[:again] = self._back[self._held : self._held + again]
-        out[again:] = np.arange(self.high, self.high + fresh, dtype=np.int32)
-        self.high += fresh
+        out = np.empty(min(n, self.free), dtype=np.int32)
+        cpu.take(self.state, out)
         return out
 
     def give(self, slots: np.ndarray) -> None:
         """These are free again."""
-        need = self._held + len(slots)
+        held = int(self.state[cpu.HELD])
+        need = held + len(slots)
         if need > len(self._back):
             grown = np.empty(max(need, 2 * len(self._back)), dtype=np.int32)
-            grown[: self._held] = self._back[: self._held]
+            grown[:held] = self._back[:held]
             self._back = grown
-        self._back[self._held : need] = slots
-        self._held = need
-        if self._held == self.high - self.first:
+            self.state[cpu.BACK] = grown.ctypes.data
+        self._back[held:need] = slots
+        self.state[cpu.HELD] = need
+        if need == self.high - self.first:
             self.clear()
 
 

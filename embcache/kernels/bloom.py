@@ -17,7 +17,7 @@ from .jit import I64, U64, inline, kernel
 from .memory import huge_empty
 from .rawmem import prefetch
 
-__all__ = ["BITS", "BLOCK", "FIRST", "NEVER", "KeyFilter", "Layer", "filter_bytes"]
+__all__ = ["BITS", "BLOCK", "FIRST", "NEVER", "KeyFilter", "Layer", "filter_bytes", "hash_keys", "look", "seed_of"]
 
 BITS = 20  # of memory for each key that a layer takes
 BLOCK = 8  # words of 64 bits
@@ -32,7 +32,8 @@ _MASK = 2**64 - 1
 
 
 @kernel
-def _hashes(keys: np.ndarray, seed: np.uint64, out: np.ndarray) -> None:
+def hash_keys(keys: np.ndarray, seed: np.uint64, out: np.ndarray) -> None:
+    """The hashes of one table's keys."""
     for i in range(keys.size):
         h = np.uint64(keys[i]) ^ seed
         h = (h ^ (h >> _32)) * _FIRST
@@ -54,7 +55,7 @@ def _bits(h: U64) -> U64:
 
 
 @kernel
-def _look(words: np.ndarray, hashes: np.ndarray, seen: np.ndarray) -> None:
+def look(words: np.ndarray, hashes: np.ndarray, seen: np.ndarray) -> None:
     """seen[i] = _PERHAPS where it is 0 and the key is in the layer."""
     blocks, base, n = words.size // BLOCK, words.ctypes.data, hashes.size
     for i in range(n):
@@ -131,7 +132,7 @@ class KeyFilter:
         layers, seen = self.layers, state.copy()
         hashes = _hashed(table, keys)
         for layer in reversed(layers):  # half of the keys are in the newest
-            _look(layer.words, hashes, seen)
+            look(layer.words, hashes, seen)
         state[seen == 0] = NEVER
         return int(np.count_nonzero(seen == _PERHAPS))
 
@@ -140,7 +141,7 @@ class KeyFilter:
         seen = np.zeros(len(keys), np.uint8)
         hashes = _hashed(table, keys)
         for layer in self.layers:
-            _look(layer.words, hashes, seen)
+            look(layer.words, hashes, seen)
         hashes = hashes[seen == 0]
         at = 0
         while at < len(hashes):
@@ -158,11 +159,11 @@ class KeyFilter:
 
 def _hashed(table: int, keys: np.ndarray) -> np.ndarray:
     out = np.empty(len(keys), np.uint64)
-    _hashes(np.ascontiguousarray(keys, np.int64), np.uint64(_seed(table)), out)
+    hash_keys(np.ascontiguousarray(keys, np.int64), np.uint64(seed_of(table)), out)
     return out
 
 
-def _seed(table: int) -> int:
+def seed_of(table: int) -> int:
     """A number for each table; tables never share a seed (both steps can be undone)."""
     h = (table + 1) * int(_THIRD) & _MASK
     return (h ^ (h >> 32)) * int(_FIRST) & _MASK

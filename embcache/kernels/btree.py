@@ -14,9 +14,10 @@ from __future__ import annotations
 import numpy as np
 
 from .jit import I64, inline, kernel
+from .parts import FIRST, KEYS, KEYS_AT, ROOT, ROW_BYTES, ROWS_AT, place
 from .rawmem import copy_bytes, load_i64, load_u16, prefetch
 
-__all__ = ["BROKEN", "MEMBER", "WRONG_SIZE", "locate", "locate_few", "pull", "walk"]
+__all__ = ["BROKEN", "MEMBER", "WRONG_SIZE", "fetch", "locate", "pull", "walk"]
 
 BROKEN, WRONG_SIZE = -1, -2  # pages that cannot be; values of another size
 MEMBER = 1  # state that locate gives to keys that are there
@@ -24,6 +25,7 @@ MEMBER = 1  # state that locate gives to keys that are there
 _BRANCH, _LEAF, _OVERFLOW, _BIG = 1, 2, 4, 1
 _HEAD = 16
 _DEPTH = 64
+_NODE = 16  # bytes of a branch's node
 _GROUP = 16
 _TURN = np.int64(-(2**63))
 _LAST = np.int64(2**63 - 1)
@@ -122,62 +124,147 @@ def locate(
     return 0
 
 
+@inline
+def _guess(page: I64, count: I64, key: I64, low: I64, high: I64) -> I64:
+    """Where ``key`` would be among a page's nodes if its keys, all between ``low`` and ``high``, lay evenly. Keys that
+    are numbered, and hashed ones, do."""
+    first, last = 0, count
+    if low == _TURN and count > 1:
+        low, first = _key(page, 1), 1
+    if high == _LAST:
+        high, last = _key(page, count - 1), count - 1
+    if key <= low:
+        return 0
+    if key >= high:
+        return count - 1
+    part = np.float64(np.uint64(key - low)) / np.float64(np.uint64(high - low))
+    return min(first + np.int64(part * (last - first)), count - 1)
+
+
+@inline
+def _near(page: I64, count: I64, key: I64, at: I64) -> I64:
+    """The last node whose key is not above ``key``, or 0: looked for around ``at``, with growing steps."""
+    step, end = 1, count
+    if at == 0 or _key(page, at) <= key:
+        while at + step < count and _key(page, at + step) <= key:
+            at += step
+            step <<= 1
+        end = min(at + step, count)
+    else:
+        while at > 0 and _key(page, at) > key:
+            end = at
+            at = max(at - step, 0)
+            step <<= 1
+    while end - at > 1:
+        middle = (at + end) >> 1
+        if _key(page, middle) <= key:
+            at = middle
+        else:
+            end = middle
+    return at
+
+
 @kernel
-def locate_few(
-    keys: np.ndarray, state: np.ndarray, base: I64, page_size: I64, pages: I64, root: I64, leaves: np.ndarray
-) -> I64:
-    """The same as ``locate``, for keys far apart: sixteen go down together, so that their cache misses overlap."""
-    who, page = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
-    low, size, node = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
-    i = 0
-    while i < keys.size:
+def fetch(parts: np.ndarray, state: np.ndarray, base: I64, page_size: I64, pages: I64) -> I64:
+    """Copy the rows of keys with state 0 to their places and set their state to MEMBER; how many, or an error.
+
+    ``parts``: see ``kernels/parts.py``. For keys far apart: a group goes down together, so that cache misses overlap.
+    """
+    part, who, keys = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    page, near = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    low, high = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)  # what a subtree may hold
+    found, p, i = 0, 0, 0
+    while True:
         n = 0
-        while i < keys.size and n < _GROUP:
-            leaves[i] = 0
-            if state[i] == 0:
-                who[n], page[n] = i, base + root * page_size
+        while n < _GROUP and p < parts.shape[0]:
+            if i == parts[p, KEYS] or parts[p, ROOT] < 0:
+                p, i = p + 1, 0
+                continue
+            if state[parts[p, FIRST] + i] == 0:
+                part[n], who[n], keys[n] = p, i, load_i64(parts[p, KEYS_AT] + 8 * i) ^ _TURN
+                page[n], low[n], high[n] = base + parts[p, ROOT] * page_size, _TURN, _LAST
                 n += 1
             i += 1
-        for depth in range(_DEPTH):
-            if n == 0 or _flags(page[0]) & _LEAF:
-                break
-            if depth + 1 == _DEPTH:
-                return BROKEN
-            longest = 0
-            for g in range(n):
-                count = _count(page[g])
-                if not _flags(page[g]) & _BRANCH or count < 1:
-                    return BROKEN
-                low[g], size[g] = 1, count - 1
-                prefetch(page[g] + _HEAD + 2 * (1 + (size[g] >> 1)))
-                longest = max(longest, size[g])
-            while longest > 0:
-                longest = 0
-                for g in range(n):
-                    if size[g] > 0:
-                        node[g] = _node(page[g], low[g] + (size[g] >> 1))
-                        prefetch(node[g] + 8)
-                for g in range(n):
-                    if size[g] > 0:
-                        half = size[g] >> 1
-                        after = np.int64((load_i64(node[g] + 8) ^ _TURN) <= (keys[who[g]] ^ _TURN))
-                        low[g] += after * (half + 1)
-                        size[g] = half - after * (1 - (size[g] & 1))
-                        prefetch(page[g] + _HEAD + 2 * (low[g] + (size[g] >> 1)))
-                        longest = max(longest, size[g])
-            for g in range(n):
-                node[g] = _node(page[g], low[g] - 1)
-                prefetch(node[g])
-            for g in range(n):
-                number = _child(page[g], low[g] - 1)
-                if number >= pages:
-                    return BROKEN
-                page[g] = base + number * page_size
-                prefetch(page[g])
+        if n == 0:
+            return found
+        if not _to_leaves(n, keys, page, low, high, near, base, page_size, pages):
+            return BROKEN
         for g in range(n):
-            if not _flags(page[g]) & _LEAF:
-                return BROKEN
-            leaves[who[g]] = page[g]
+            near[g] = _guess(page[g], _count(page[g]), keys[g], low[g], high[g]) if _count(page[g]) > 0 else -1
+            if near[g] >= 0:
+                node, size = _node(page[g], near[g]), parts[part[g], ROW_BYTES]
+                for line in range(0, min(size, 512) + 16, 64):
+                    prefetch(node + line)
+                if parts[part[g], ROWS_AT] != 0:
+                    target = parts[part[g], ROWS_AT] + place(parts, part[g], who[g]) * size
+                    for line in range(0, min(size, 512), 64):
+                        prefetch(target + line)
+        for g in range(n):
+            if near[g] < 0:
+                continue
+            j = _near(page[g], _count(page[g]), keys[g], near[g])
+            if _key(page[g], j) != keys[g]:
+                continue
+            p_g, size = part[g], parts[part[g], ROW_BYTES]
+            value = _value(page[g], j, size, base, page_size, pages)
+            if value < 0:
+                return value
+            if parts[p_g, ROWS_AT] != 0:
+                copy_bytes(parts[p_g, ROWS_AT] + place(parts, p_g, who[g]) * size, value, size)
+            state[parts[p_g, FIRST] + who[g]] = MEMBER
+            found += 1
+
+
+@inline
+def _to_leaves(
+    n: I64,
+    keys: np.ndarray,
+    page: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    near: np.ndarray,
+    base: I64,
+    page_size: I64,
+    pages: I64,
+) -> I64:
+    """``page``: from the roots to the leaves where ``keys`` would be, all in step; ``low`` and ``high`` become the
+    bounds that the branches set. Not so, where there are pages that cannot be: 0."""
+    for depth in range(_DEPTH):
+        inner = 0
+        for g in range(n):
+            at = page[g]
+            near[g] = -1
+            if not _flags(at) & _LEAF:
+                count = _count(at)
+                if not _flags(at) & _BRANCH or count < 1:
+                    return 0
+                near[g], inner = 0, inner + 1
+                if depth > 0:  # a root is in the processor's cache, and neighbours mostly go the same way from there
+                    j = near[g] = _guess(at, count, keys[g], low[g], high[g])
+                    prefetch(at + _HEAD + 2 * j)
+                    prefetch(at + page_size - _NODE * (j + 1))  # where it is if keys came in order
+        if inner == 0:
+            return 1
+        before = np.int64(0)
+        for g in range(n):
+            at, key = page[g], keys[g]
+            if near[g] < 0:
+                before = np.int64(0)
+                continue
+            if at == before and key >= low[g - 1] and key < high[g - 1]:
+                page[g], low[g], high[g] = page[g - 1], low[g - 1], high[g - 1]
+                continue
+            before, count = at, _count(at)
+            j = _near(at, count, key, near[g] if depth > 0 else _guess(at, count, key, low[g], high[g]))
+            if j > 0:
+                low[g] = _key(at, j)
+            if j + 1 < count:
+                high[g] = _key(at, j + 1)
+            number = _child(at, j)
+            if number >= pages:
+                return 0
+            page[g] = base + number * page_size
+            prefetch(page[g])
     return 0
 
 

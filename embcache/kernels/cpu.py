@@ -11,15 +11,18 @@ import numpy as np
 
 from .index import AHEAD, ENTRY, ENTRY_BYTES, find, home, remove_entry, set_entry
 from .jit import I64, inline, kernel
-from .rawmem import copy_bytes, prefetch, zero_bytes
+from .rawmem import copy_bytes, i32_at, prefetch, zero_bytes
 
 DIRTY = np.uint8(1)  # newer than in the tier below
 EXISTS = np.uint8(2)  # was written once: differs from its initial value
 READY = np.uint8(4)  # the row is there: neither being loaded nor leaving
 BELOW = np.uint8(8)  # the tier below has a record of it
 OVERFLOW = np.uint8(16)  # in the overflow extent: stays pinned until its last lease ends
+SAVING = np.uint8(32)  # a commit has copied it, and the tier below does not have it yet
+UNSAVED = np.uint8(1 | 32)  # DIRTY or SAVING: the tier below lacks it, so that who leaves must be written first
 
 COUNT, UNIQUE, MISSES = 0, 1, 2  # of the state of a pass
+FRESH, LAST, HELD, BACK, POOL = 0, 1, 2, 3, 4  # of a pool: [FRESH, LAST) never given out; HELD given back, at BACK
 BLOCK = 32  # keys whose memory is fetched ahead
 
 
@@ -182,6 +185,22 @@ def mark(segments: np.ndarray, slots: np.ndarray, flags: np.ndarray, bits: np.ui
 
 
 @kernel
+def take(pool: np.ndarray, out: np.ndarray) -> int:
+    """Free slots of a pool (``cache/slots.py``), those given back first, as far as ``out`` holds them; returns their
+    number."""
+    again = min(out.shape[0], pool[HELD])
+    fresh = min(out.shape[0] - again, pool[LAST] - pool[FRESH])
+    pool[HELD] -= again
+    back = i32_at(pool[BACK], pool[HELD] + again)
+    for i in range(again):
+        out[i] = back[pool[HELD] + i]
+    for i in range(fresh):
+        out[again + i] = pool[FRESH] + i
+    pool[FRESH] += fresh
+    return again + fresh
+
+
+@kernel
 def claim(slots: np.ndarray, pins: np.ndarray, flags: np.ndarray, out: np.ndarray, n: int, most: int) -> int:
     """Of one table's ``slots``, those that may leave (ready, no pin) are marked as leaving, pinned so that nobody
     chooses them again, and appended to ``out`` from ``n`` on, until it holds ``most``; returns how many it holds."""
@@ -254,11 +273,15 @@ def enter(
 def leave(entries: np.ndarray, slots: np.ndarray, slot_ids: np.ndarray, flags: np.ndarray, ids: np.ndarray) -> int:
     """The rows in one table's ``slots`` leave index and flags; ``ids`` becomes their keys. Returns their number."""
     n, capacity, gone = slots.shape[0], entries.shape[0] // ENTRY, 0
-    base = entries.ctypes.data
+    base, ids_at, flags_at = entries.ctypes.data, slot_ids.ctypes.data, flags.ctypes.data
     for i in range(n):
+        if i + AHEAD < n:
+            prefetch(ids_at + 8 * np.int64(slots[i + AHEAD]))
+            prefetch(flags_at + np.int64(slots[i + AHEAD]))
         ids[i] = slot_ids[slots[i]]
-        prefetch(base + home(ids[i], capacity) * ENTRY_BYTES)
     for i in range(n):
+        if i + AHEAD < n:
+            prefetch(base + home(ids[i + AHEAD], capacity) * ENTRY_BYTES)
         e = find(entries, capacity, ids[i], home(ids[i], capacity))
         if entries[e + 2] != 0:
             remove_entry(entries, capacity, e)
@@ -272,6 +295,22 @@ def loaded(slots: np.ndarray, found: np.ndarray, flags: np.ndarray) -> None:
     """The rows in one table's ``slots`` are ready; those found below exist."""
     for i in range(slots.shape[0]):
         flags[slots[i]] |= READY | EXISTS | BELOW if found[i] else READY
+
+
+@kernel
+def begin_saving(slots: np.ndarray, flags: np.ndarray) -> None:
+    """The rows in one table's ``slots`` have been copied: SAVING instead of DIRTY."""
+    for i in range(slots.shape[0]):
+        flags[slots[i]] = (flags[slots[i]] & ~DIRTY) | SAVING
+
+
+@kernel
+def end_saving(slots: np.ndarray, ids: np.ndarray, slot_ids: np.ndarray, flags: np.ndarray, bit: np.uint8) -> None:
+    """Where one table's ``slots`` still hold the rows of ``ids`` that are SAVING: ``bit`` instead."""
+    for i in range(slots.shape[0]):
+        s = slots[i]
+        if slot_ids[s] == ids[i] and (flags[s] & SAVING) != 0:
+            flags[s] = (flags[s] & ~SAVING) | bit
 
 
 @kernel

@@ -14,6 +14,7 @@ import numpy as np
 from .jit import I64, U64, inline, kernel
 
 WAYS = 16
+LINE = 4 * WAYS
 MOST = 65535  # worth an entry can hold
 _HALF, _TAG = np.uint32(16), np.uint32(0xFFFF)
 
@@ -34,13 +35,21 @@ def lines(entries: int) -> np.ndarray:
     count = 1
     while count * WAYS < entries:
         count *= 2
-    return np.zeros((count, WAYS), dtype=np.uint32)
+    block = np.zeros((count + 1) * WAYS, dtype=np.uint32)
+    first = -block.ctypes.data % LINE // 4  # so that an id's entries are one line of the processor's cache
+    return block[first : first + count * WAYS].reshape(count, WAYS)
 
 
 @inline
 def _place(table: np.ndarray, key: I64) -> tuple[U64, np.uint32]:
     h = mix(key)
     return (h >> np.uint64(32)) & np.uint64(table.shape[0] - 1), np.uint32((h & np.uint64(_TAG)) | np.uint64(1))
+
+
+@inline
+def line_at(table: np.ndarray, key: I64) -> I64:
+    """The address of what may be remembered of an id."""
+    return table.ctypes.data + np.int64(_place(table, key)[0]) * LINE
 
 
 @inline
@@ -59,16 +68,14 @@ def take(table: np.ndarray, key: I64) -> I64:
 def put(table: np.ndarray, key: I64, worth: I64) -> None:
     """Remember an id."""
     line, tag = _place(table, key)
-    at = 0
-    for j in range(WAYS):
+    least = np.uint32(0xFFFFFFFF)
+    for j in range(WAYS):  # without branches; the id's own entry comes before the least worth, of equals the last
         entry = table[line, j]
-        if entry & _TAG == tag:
-            at = j
-            break
-        if entry >> _HALF <= table[line, at] >> _HALF:
-            at = j
-    for j in range(at, 0, -1):
-        table[line, j] = table[line, j - 1]
+        rank = ((entry >> _HALF) + np.uint32(1)) * np.uint32(WAYS) + np.uint32(WAYS - 1 - j)
+        least = min(least, np.uint32(j) if entry & _TAG == tag else rank)
+    at = np.int64(least) if least < WAYS else WAYS - 1 - np.int64(least % WAYS)
+    for j in range(WAYS - 1, 0, -1):
+        table[line, j] = table[line, j - 1] if j <= at else table[line, j]
     table[line, 0] = np.uint32((np.uint64(min(worth, MOST)) << np.uint64(_HALF)) | np.uint64(tag))
 
 

@@ -17,6 +17,8 @@ ENTRY = 3  # int32 words of an entry
 ENTRY_BYTES = 4 * ENTRY
 AHEAD = 16  # entries fetched ahead of their use
 SMALLEST = 16
+# of a header: address of the entries, their number, keys that there are, keys that fit; its length
+ENTRIES, CAPACITY, COUNT, LIMIT, HEADER = 0, 1, 2, 3, 4
 
 
 @inline
@@ -111,6 +113,21 @@ def put(entries: np.ndarray, keys: np.ndarray, slots: np.ndarray) -> int:
 
 
 @kernel
+def put_newer(entries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> int:
+    """``put``, but a key that has a larger value keeps it. Returns how many keys were new."""
+    n, capacity, new = keys.shape[0], entries.shape[0] // ENTRY, 0
+    base = entries.ctypes.data
+    for i in range(n):
+        if i + AHEAD < n:
+            prefetch(base + home(keys[i + AHEAD], capacity) * ENTRY_BYTES)
+        e = find(entries, capacity, keys[i], home(keys[i], capacity))
+        new += entries[e + 2] == 0
+        if entries[e + 2] <= values[i]:
+            set_entry(entries, e, keys[i], np.int64(values[i]) + 1)
+    return new
+
+
+@kernel
 def delete(entries: np.ndarray, keys: np.ndarray, out: np.ndarray) -> int:
     """Remove keys; out[i] = the slot it had, -1 where it was absent. Returns how many were there."""
     n, capacity, gone = keys.shape[0], entries.shape[0] // ENTRY, 0
@@ -161,8 +178,22 @@ class RowIndex:
     """
 
     def __init__(self, expected: int = 0) -> None:
-        self.count = 0
-        self.entries = _empty(max(SMALLEST, 2 * expected))
+        self.header = np.zeros(HEADER, dtype=np.int64)  # what kernels over several indexes are told of this one
+        self._use(_empty(max(SMALLEST, 2 * expected)))
+
+    def _use(self, entries: np.ndarray) -> None:
+        self.entries = entries
+        self.header[ENTRIES], self.header[CAPACITY] = entries.ctypes.data, self.capacity
+        self.header[LIMIT] = self.limit
+
+    @property
+    def count(self) -> int:
+        """Keys."""
+        return int(self.header[COUNT])
+
+    @count.setter
+    def count(self, n: int) -> None:
+        self.header[COUNT] = n
 
     def __len__(self) -> int:
         return self.count
@@ -192,6 +223,11 @@ class RowIndex:
         """Insert or replace, in order."""
         self.reserve(self.count + len(keys))
         self.count += put(self.entries, keys, values)
+
+    def put_newer(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Insert, or replace smaller values."""
+        self.reserve(self.count + len(keys))
+        self.count += put_newer(self.entries, keys, values)
 
     def delete(self, keys: np.ndarray) -> np.ndarray:
         """Remove keys; int32 [n]: the values they had, -1 where they were absent."""
@@ -229,7 +265,7 @@ class RowIndex:
     def _resize(self, capacity: int) -> None:
         bigger = _empty(capacity)
         rehash(self.entries, bigger)
-        self.entries = bigger
+        self._use(bigger)
 
 
 def _empty(capacity: int) -> np.ndarray:

@@ -10,13 +10,28 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from .jit import I64
+import numpy as np
 
-__all__ = ["copy_bytes", "load_i64", "load_u16", "prefetch", "store_i64", "will_need", "zero_bytes"]
+from .jit import I64, inline
+
+__all__ = [
+    "copy_bytes",
+    "i32_at",
+    "i64_at",
+    "load_i64",
+    "load_u16",
+    "prefetch",
+    "store_i64",
+    "u32_at",
+    "u64_at",
+    "will_need",
+    "zero_bytes",
+]
 
 _intrinsic: Any = None
 with contextlib.suppress(ImportError):  # Numba belongs to the `cpu` extra
     from llvmlite import ir
+    from numba import carray
     from numba.core import cgutils, types
     from numba.extending import intrinsic as _intrinsic
 
@@ -98,3 +113,32 @@ def will_need(builder: Any, address: I64, count: I64) -> None:
     kind = ir.FunctionType(word, [address.type, count.type, word])
     function = cgutils.get_or_insert_function(builder.module, kind, "madvise")
     builder.call(function, [address, count, word(3)])  # MADV_WILLNEED: the same number on Linux and macOS
+
+
+@_raw("voidptr", "int64")
+def _at(builder: Any, address: I64) -> Any:
+    return _pointer(builder, address, 8)
+
+
+@inline
+def i32_at(address: I64, count: I64) -> np.ndarray:
+    """The int32 array at ``address``; nothing keeps it alive."""
+    return carray(_at(address), (count,), np.int32)
+
+
+@inline
+def i64_at(address: I64, count: I64) -> np.ndarray:
+    """The int64 array at ``address``."""
+    return carray(_at(address), (count,), np.int64)
+
+
+@inline
+def u32_at(address: I64, count: I64) -> np.ndarray:
+    """The uint32 array at ``address``."""
+    return carray(_at(address), (count,), np.uint32)
+
+
+@inline
+def u64_at(address: I64, count: I64) -> np.ndarray:
+    """The uint64 array at ``address``."""
+    return carray(_at(address), (count,), np.uint64)

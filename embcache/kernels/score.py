@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .ghosts import mix, put, take
+from .ghosts import line_at, mix, put, take
+from .index import AHEAD
 from .jit import I64, U64, inline, kernel
+from .rawmem import prefetch
+from .sorting import sort_pairs
 
 FREE = np.int64(0)  # no row here
 TOUCHED = np.int64(2**63 - 1)  # to be scored again before it may leave
@@ -39,10 +42,34 @@ def _set(state: np.ndarray, score: np.ndarray, slot: I64, value: I64) -> None:
     score[slot] = value
 
 
+@inline
+def _fetch(values: np.ndarray, slots: np.ndarray, i: I64) -> None:
+    """The memory of the ``AHEAD``-th slot from here is on its way; ``values`` an array of 8 bytes a slot."""
+    if i + AHEAD < slots.shape[0]:
+        prefetch(values.ctypes.data + 8 * np.int64(slots[i + AHEAD]))
+
+
+@inline
+def _fetch_line(ghosts: np.ndarray, ids: np.ndarray, i: I64) -> None:
+    """So is what is remembered of the ``AHEAD``-th id."""
+    if i + AHEAD < ids.shape[0]:
+        prefetch(line_at(ghosts, ids[i + AHEAD]))
+
+
+@inline
+def _fetch_words(words: np.ndarray, awaited: np.ndarray, slots: np.ndarray, ids: np.ndarray, i: I64) -> None:
+    """So are its words, by slot and by id."""
+    if i + AHEAD < ids.shape[0]:
+        prefetch(words.ctypes.data + 16 * np.int64(slots[i + AHEAD]))
+        mask = np.uint64(awaited.shape[0] - 1)
+        prefetch(awaited.ctypes.data + 24 * np.int64(mix(ids[i + AHEAD]) & mask))
+
+
 @kernel
 def touch_recent(state: np.ndarray, score: np.ndarray, slots: np.ndarray, counts: np.ndarray, tick: int) -> None:
     """Least recently used: the number of the batch, then the occurrences in it, up to 255."""
     for i in range(slots.shape[0]):
+        _fetch(score, slots, i)
         s = np.int64(slots[i])
         if s < score.shape[0]:
             _set(state, score, s, (tick << 8) + (counts[i] if counts[i] < 255 else 255))
@@ -52,6 +79,7 @@ def touch_recent(state: np.ndarray, score: np.ndarray, slots: np.ndarray, counts
 def touch_frequent(state: np.ndarray, score: np.ndarray, slots: np.ndarray, counts: np.ndarray) -> None:
     """Least frequently used: occurrences add up."""
     for i in range(slots.shape[0]):
+        _fetch(score, slots, i)
         s = np.int64(slots[i])
         state[SEEN] += counts[i]
         if s < score.shape[0] and score[s] != FREE:
@@ -64,6 +92,8 @@ def insert_frequent(
 ) -> None:
     """New rows: what is remembered of the id, and its occurrences in this batch."""
     for i in range(slots.shape[0]):
+        _fetch(score, slots, i)
+        _fetch_line(ghosts, ids, i)
         s = np.int64(slots[i])
         state[SEEN] += counts[i]
         worth = take(ghosts, ids[i]) + np.int64(counts[i]) * USE
@@ -77,6 +107,7 @@ def insert_frequent(
 def drop(state: np.ndarray, score: np.ndarray, slots: np.ndarray) -> None:
     """The rows of these slots are gone; nothing of them stays in the slot."""
     for i in range(slots.shape[0]):
+        _fetch(score, slots, i)
         s = np.int64(slots[i])
         if s < score.shape[0] and score[s] != FREE:
             score[s] = FREE
@@ -89,6 +120,9 @@ def drop_frequent(
 ) -> None:
     """The rows of these slots are gone; how often their ids were used is remembered elsewhere."""
     for i in range(slots.shape[0]):
+        _fetch(score, slots, i)
+        _fetch(frequency, slots, i)
+        _fetch_line(ghosts, ids, i)
         s = np.int64(slots[i])
         if s < score.shape[0] and score[s] != FREE:
             put(ghosts, ids[i], frequency[s])
@@ -168,6 +202,8 @@ def touch_ahead(
 ) -> None:
     """Rows used by batch ``state[NOW]``; ``words`` uint64 [n, 2] by slot."""
     for i in range(slots.shape[0]):
+        _fetch(score, slots, i)
+        _fetch(frequency, slots, i)
         s = np.int64(slots[i])
         state[SEEN] += counts[i]
         if s < score.shape[0] and score[s] != FREE:
@@ -189,6 +225,10 @@ def insert_ahead(
 ) -> None:
     """New rows of batch ``state[NOW]``."""
     for i in range(slots.shape[0]):
+        _fetch(score, slots, i)
+        _fetch(frequency, slots, i)
+        _fetch_line(ghosts, ids, i)
+        _fetch_words(words, awaited, slots, ids, i)
         s = np.int64(slots[i])
         state[SEEN] += counts[i]
         worth = take(ghosts, ids[i]) + np.int64(counts[i]) * USE
@@ -209,6 +249,8 @@ def drop_ahead(
 ) -> None:
     """What is known of rows that are about to be dropped is kept by their ids."""
     for i in range(slots.shape[0]):
+        _fetch(score, slots, i)
+        _fetch_words(words, awaited, slots, ids, i)
         s = np.int64(slots[i])
         if s < score.shape[0] and score[s] != FREE and words[s, 1] != 0:
             e = _known(awaited, ids[i], state[NOW], True)
@@ -231,6 +273,9 @@ def announce(
     now, room = state[NOW], True
     ahead = tick - now - 1
     for i in range(ids.shape[0] if 0 <= ahead < WINDOW else 0):
+        _fetch(score, slots, i)
+        _fetch(frequency, slots, i)
+        _fetch_words(words, awaited, slots, ids, i)
         s, bit = np.int64(slots[i]), np.uint64(1) << np.uint64(ahead)
         if 0 <= s < score.shape[0] and score[s] != FREE:
             words[s, 1] = _after(words[s, 1], np.int64(words[s, 0]), now) | bit
@@ -301,32 +346,35 @@ def _threshold(state: np.ndarray, score: np.ndarray, pins: np.ndarray, want: I64
         s += step
     if n == 0:
         return TOUCHED
-    chosen = np.sort(sample[:n])
-    return chosen[min(n - 1, want * n // max(state[RESIDENT], 1))]
+    k = min(n - 1, want * n // max(state[RESIDENT], 1))
+    return np.partition(sample[:n], k)[k]
 
 
 @inline
 def _sweep(
     state: np.ndarray, score: np.ndarray, pins: np.ndarray, queue: np.ndarray, seen: np.ndarray, limit: I64
 ) -> I64:
-    """Collect candidates of at most ``limit`` from the hand on; returns the least score that was above it."""
+    """Collect candidates of at most ``limit``, which is below TOUCHED, from the hand on; returns the least score that
+    was above it."""
     high, n, least = state[HIGH], 0, TOUCHED
+    found, order = np.empty(queue.shape[0], np.int64), np.empty(queue.shape[0], np.uint64)
     s = state[HAND] if state[HAND] < high else 0
     for _ in range(high):
         value = score[s]
-        if FREE < value < TOUCHED and pins[s] == 0:
-            if value <= limit:
-                queue[n], seen[n] = s, value
+        if value <= limit:
+            if value > FREE and pins[s] == 0:
+                found[n], order[n] = s, value
                 n += 1
                 if n == queue.shape[0]:
                     break
-            elif value < least:
-                least = value
+        elif value < least and pins[s] == 0:  # and so it is less than TOUCHED
+            least = value
         s += 1
         if s == high:
             s = 0
-    order = np.argsort(seen[:n])
-    queue[:n], seen[:n] = queue[:n][order], seen[:n][order]
+    sort_pairs(order[:n], found[:n])
+    for i in range(n):
+        queue[i], seen[i] = found[i], order[i]
     state[HEAD], state[TAIL], state[HAND] = 0, n, s + 1
     return least
 
@@ -334,15 +382,15 @@ def _sweep(
 @inline
 def _sort_all(state: np.ndarray, score: np.ndarray, pins: np.ndarray, queue: np.ndarray, seen: np.ndarray) -> None:
     """Exactly the lowest, for caches that a sample would cover."""
-    slots, n = np.empty(state[HIGH], np.int64), 0
+    found, order, n = np.empty(state[HIGH], np.int64), np.empty(state[HIGH], np.uint64), 0
     for s in range(state[HIGH]):
         if FREE < score[s] < TOUCHED and pins[s] == 0:
-            slots[n] = s
+            found[n], order[n] = s, score[s]
             n += 1
-    order = np.argsort(score[slots[:n]], kind="mergesort")
+    sort_pairs(order[:n], found[:n])
     n = min(n, queue.shape[0])
     for i in range(n):
-        queue[i], seen[i] = slots[order[i]], score[slots[order[i]]]
+        queue[i], seen[i] = found[i], order[i]
     state[HEAD], state[TAIL] = 0, n
 
 
@@ -378,6 +426,10 @@ def victims(
         if state[HEAD] == state[TAIL] and not _refill(state, score, pins, queue, seen, sample):
             break
         while n < want and state[HEAD] < state[TAIL]:
+            if state[HEAD] + AHEAD < state[TAIL]:
+                later = np.int64(queue[state[HEAD] + AHEAD])
+                prefetch(score.ctypes.data + 8 * later)
+                prefetch(pins.ctypes.data + 4 * later)
             s = np.int64(queue[state[HEAD]])
             if score[s] == seen[state[HEAD]] and pins[s] == 0:
                 out[n], kept[n] = s, score[s]

@@ -65,8 +65,9 @@ def _check(record: I64, stride: I64, dead: I64) -> U64:
 
 
 @kernel
-def encode(keys: np.ndarray, rows: I64, row_bytes: I64, dead: I64, buffer: I64) -> U64:
-    """Write a record for each key at ``buffer``; rows lie at address ``rows`` (ignored if dead). Sum of the checks."""
+def encode(keys: np.ndarray, rows: I64, slots: np.ndarray, row_bytes: I64, dead: I64, buffer: I64) -> U64:
+    """Write a record for each key at ``buffer``; rows lie at address ``rows`` (ignored if dead), those of keys[i] in
+    place slots[i], or i where ``slots`` is empty. Sum of the checks."""
     stride = 16 + (row_bytes + 7) // 8 * 8
     total = np.uint64(0)
     for i in range(keys.size):
@@ -74,8 +75,11 @@ def encode(keys: np.ndarray, rows: I64, row_bytes: I64, dead: I64, buffer: I64) 
         if dead:
             zero_bytes(record, stride)
         else:
+            if i + 8 < slots.size:
+                _ask(rows + np.int64(slots[i + 8]) * row_bytes, row_bytes)
+            place = np.int64(slots[i]) if slots.size else i
             store_i64(record + stride - 8, 0)
-            copy_bytes(record + 16, rows + i * row_bytes, row_bytes)
+            copy_bytes(record + 16, rows + place * row_bytes, row_bytes)
         store_i64(record, keys[i])
         check = _check(record, stride, dead)
         store_i64(record + 8, np.int64(check))
@@ -83,11 +87,27 @@ def encode(keys: np.ndarray, rows: I64, row_bytes: I64, dead: I64, buffer: I64) 
     return total
 
 
+@inline
+def _ask(address: I64, count: I64) -> None:
+    """Prefetch so many bytes, but for those that the processor will guess by then."""
+    for line in range(0, min(count, 512), 64):
+        prefetch(address + line)
+    if count < 512:
+        prefetch(address + count - 1)
+
+
 @kernel
 def gather(
-    ordinals: np.ndarray, starts: np.ndarray, addresses: np.ndarray, row_bytes: I64, out: I64, state: np.ndarray
+    ordinals: np.ndarray,
+    starts: np.ndarray,
+    addresses: np.ndarray,
+    row_bytes: I64,
+    out: I64,
+    slots: np.ndarray,
+    state: np.ndarray,
 ) -> I64:
-    """Copy the rows of records by their numbers to ``out`` (0: copy nothing); number of rows there.
+    """Copy the rows of records by their numbers to ``out`` (0: copy nothing), in place slots[i], or i where ``slots``
+    is empty; number of rows there.
 
     Records are numbered through segments: ``starts`` ascending, the first record of each; ``addresses``, where it lies.
     state: uint8 [n], set to ABSENT where the ordinal is -1, FOUND, or DEAD (nothing is copied).
@@ -109,8 +129,9 @@ def gather(
     found = 0
     for i in range(ordinals.size):
         if i + 8 < ordinals.size and where[i + 8] != 0:
-            for line in range(0, min(stride, 512) if out else 1, 64):
-                prefetch(where[i + 8] + line)
+            _ask(where[i + 8], stride if out else 16)
+            if slots.size:
+                _ask(out + np.int64(slots[i + 8]) * row_bytes, row_bytes)
         record = where[i]
         if record == 0:
             state[i] = 0
@@ -118,7 +139,7 @@ def gather(
             state[i] = 2
         else:
             if out:
-                copy_bytes(out + i * row_bytes, record + 16, row_bytes)
+                copy_bytes(out + (np.int64(slots[i]) if slots.size else i) * row_bytes, record + 16, row_bytes)
             state[i] = 1
             found += 1
     return found

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ..errors import BadConfig, CorruptStore, ForkError, FormatVersion, SchemaMismatch, StorageFull
-from ..kernels import btree
+from ..kernels import btree, parts
 from . import merge_rows
 from .mapping import Mapping
 
@@ -267,15 +267,28 @@ class Snapshot:
         root, number, _ = self._root(table)
         if root < 0:
             return 0
+        row_bytes, target = self._base.row_bytes[table], 0 if out is None else out.ctypes.data
         address, size = self.map.address, self._base.page_size
-        leaves = np.empty(len(keys), np.int64)
-        locate = btree.locate_few if _FEW * (len(keys) if asked is None else asked) < number else btree.locate
-        found = locate(keys, state, address, size, self._pages, root, leaves)
-        if found == 0:
-            row_bytes, target = self._base.row_bytes[table], 0 if out is None else out.ctypes.data
-            found = btree.pull(keys, state, leaves, address, size, self._pages, row_bytes, target)
+        if _FEW * (len(keys) if asked is None else asked) < number:
+            line = np.zeros((1, parts.FIELDS), np.int64)
+            line[0, : parts.FIRST] = len(keys), keys.ctypes.data, 0, target, row_bytes
+            line[0, parts.ROOT] = root
+            found = btree.fetch(line, state, address, size, self._pages)
+        else:
+            leaves = np.empty(len(keys), np.int64)
+            found = btree.locate(keys, state, address, size, self._pages, root, leaves)
+            if found == 0:
+                found = btree.pull(keys, state, leaves, address, size, self._pages, row_bytes, target)
         if found < 0:
             raise self._broken(table, int(found))
+        return int(found)
+
+    def fetch(self, lines: np.ndarray, tables: Sequence[int], state: np.ndarray) -> int:
+        """``fill`` for the parts of one call (``kernels/parts.py``), straight into slots; where ``walking``."""
+        lines[:, parts.ROOT] = [self._root(t)[0] for t in tables]
+        found = btree.fetch(lines, state, self.map.address, self._base.page_size, self._pages)
+        if found < 0:
+            raise self._broken(tables[0], int(found))
         return int(found)
 
     def walk(self, table: int, first: int, keys: np.ndarray, out: np.ndarray | None) -> int:

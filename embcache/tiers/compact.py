@@ -62,12 +62,17 @@ class ReaderLock:
     _held: ClassVar[WeakSet[ReaderLock]] = WeakSet()
 
     def __init__(self, folder: Path, alone: bool = False) -> None:
-        self._descriptor = -1
+        self._descriptor, self._pid = -1, os.getpid()
         with contextlib.suppress(FileNotFoundError):
             self._descriptor = os.open(folder / self.NAME, os.O_RDONLY)
-        if self._descriptor >= 0 and fcntl is not None:
+        if self.sure:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
         self._held.add(self)
+
+    @property
+    def sure(self) -> bool:
+        """Whether this is a lock, and not only the wish for one."""
+        return self._descriptor >= 0 and fcntl is not None
 
     @classmethod
     def make(cls, folder: Path) -> None:
@@ -82,6 +87,8 @@ class ReaderLock:
 
     def release(self) -> None:
         if self._descriptor >= 0:
+            if self.sure and self._pid == os.getpid():  # a process forked in this moment has the descriptor too
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 

@@ -24,6 +24,7 @@ __all__ = ["Folds", "fold", "runs"]
 
 _CHUNK = 32 << 20  # bytes of rows copied at a time
 SUFFIX = ".folded"
+_IN_ORDER = np.empty(0, np.int32)
 
 
 def runs(chain: Sequence[Segment], kept: Sequence[int]) -> list[list[Segment]]:
@@ -43,13 +44,15 @@ def fold(overlay: Overlay, run: list[Segment]) -> list[Path]:
     starts = np.cumsum([0, *(s.records for s in run[:-1])]).astype(np.int64)
     addresses = np.array([s.first for s in run], np.int64)
     chosen = newest(keys.view(np.uint64))
-    new = Segment.create(overlay.new_path(), overlay.table, overlay.row_bytes, run[0].start, len(chosen))
+    new = overlay.new_segment(run[0].start, len(chosen))
     try:
         step = max(1, _CHUNK // overlay.row_bytes)
         for i in range(0, len(chosen), step):
             part = chosen[i : i + step]
             rows, state = np.empty((len(part), overlay.row_bytes), np.uint8), np.empty(len(part), np.uint8)
-            segments.gather(part.astype(np.int32), starts, addresses, overlay.row_bytes, rows.ctypes.data, state)
+            segments.gather(
+                part.astype(np.int32), starts, addresses, overlay.row_bytes, rows.ctypes.data, _IN_ORDER, state
+            )
             for live in (True, False):
                 mine = (state == 1) == live
                 if mine.any():

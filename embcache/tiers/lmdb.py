@@ -30,7 +30,7 @@ from ..errors import BadConfig, CorruptStore, ForkError, NotSupported, StoreLock
 from ..lock import FolderLock
 from ..statefile import sync_folder
 from . import compact, scanning
-from .base import Block
+from .base import Block, Copying, Moved
 from .basefile import FORKED, BaseFile, Snapshot
 from .changes import Changes
 from .counters import Counters
@@ -38,8 +38,10 @@ from .description import described, parsed, trimmed
 from .fold import Folds
 from .merge import Merger
 from .merge_rows import distinct
+from .moving import Mover
 from .overlay import Overlay
 from .segment import Segment
+from .spares import Spares
 
 __all__ = ["Lmdb", "StaleDescription"]
 
@@ -54,7 +56,7 @@ class StaleDescription(CorruptStore):
     """While a reader opened a generation, the writer went past it: read the manifest and restore again."""
 
 
-class Lmdb:
+class Lmdb(Copying):
     """Rows in a folder on disk, of any number and any int64 key.
 
     Args:
@@ -125,9 +127,10 @@ class Lmdb:
             raise
         prefix, numbers = f"{time.time_ns():x}", itertools.count()
         self._overlays = [
-            Overlay(t, size, lambda t=t: self._segments / f"{t:04d}-{prefix}-{next(numbers):06x}.rows")  # type: ignore[misc]
+            Overlay(t, size, lambda t=t: self._segments / f"{t:04d}-{prefix}-{next(numbers):06x}.rows", self._spares)  # type: ignore[misc]
             for t, size in enumerate(self._row_bytes)
         ]
+        self._mover = Mover(self._overlays)
         self._counters = Counters(*_COUNTERS)
         self._gate = compact.Gate()
         self._held: Snapshot | None = None
@@ -142,6 +145,7 @@ class Lmdb:
             0,  # nothing is merged before the first restore takes the base over
             self.overlay_bytes,
             self._changes,
+            self._spares,
             lambda: self.on_merged(),
             self._counters.add,
         )
@@ -150,6 +154,7 @@ class Lmdb:
         """The base, with the folder locked against what must not happen meanwhile."""
         if self.readonly:
             self._reading = compact.ReaderLock(self.folder)
+            self._spares = Spares(self.folder, keep=False)
             return BaseFile.open(self.folder, self._row_bytes, create=False)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock.take(self.folder)
@@ -157,7 +162,11 @@ class Lmdb:
         other = self._writers.get(place)
         if other is not None and other._merger is not None:  # the lock is the process's, not this object's
             raise StoreLocked(str(self.folder), os.getpid(), socket.gethostname())
+        # a reader that came before the file which readers lock was there cannot be seen
+        seen = (self.folder / compact.ReaderLock.NAME).exists() or not (self.folder / "data.mdb").exists()
         base = BaseFile.open(self.folder, self._row_bytes, create=True)
+        self._spares = Spares(self.folder, keep=seen)
+        self._spares.sweep()
         self._segments.mkdir(exist_ok=True)
         self._changes.folder.mkdir(exist_ok=True)
         compact.ReaderLock.make(self.folder)
@@ -188,6 +197,9 @@ class Lmdb:
                     segment.close()
                     if segment.generation == 0:
                         segment.path.unlink(missing_ok=True)
+            self._spares.relieve()
+            if not self.readonly:
+                self._spares.sweep()
             merger.base.close()
         self._merger, self._held, self._lock, self._reading = None, None, None, None
         self._overlays = []
@@ -235,6 +247,37 @@ class Lmdb:
         began = time.perf_counter()
         written = self._overlays[table].append(np.ascontiguousarray(keys, np.int64), rows)
         self._counters.add(rows_written=len(keys), bytes_written=written, seconds_write=time.perf_counter() - began)
+
+    def read_into(self, parts: Sequence[Moved]) -> None:
+        """``read`` for several tables, straight into slots."""
+        merger = self._check()
+        parts = [part for part in parts if len(part.keys)]
+        if not merger.base.walking:
+            return super().read_into(parts)
+        began = time.perf_counter()
+        parts = sorted(parts, key=lambda part: part.table)
+        read = self._mover.read(parts, merger.presence if merger.base_used else None, self._snapshot)
+        self._counters.add(
+            rows_read=sum(len(part.keys) for part in parts),
+            rows_found=read.found,
+            rows_asked_base=read.asked,
+            rows_read_base=read.below,
+            bytes_read=sum(int(np.count_nonzero(part.found)) * part.slab.shape[1] for part in parts),
+            seconds_read=time.perf_counter() - began,
+        )
+
+    def write_from(self, parts: Sequence[Moved]) -> None:
+        """``write`` for several tables, straight from slots. StorageFull: nothing of the call is visible."""
+        self._check(writing=True)
+        began = time.perf_counter()
+        parts = sorted((part for part in parts if len(part.keys)), key=lambda part: part.table)
+        for part in parts:
+            part.found[:] = False
+        written = self._mover.write(parts)
+        for part in parts:
+            part.found[:] = True
+        rows = sum(len(part.keys) for part in parts)
+        self._counters.add(rows_written=rows, bytes_written=written, seconds_write=time.perf_counter() - began)
 
     def offer(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
         """Clean rows are here already."""
@@ -304,15 +347,37 @@ class Lmdb:
     def freeze(self, number: int) -> dict[str, Any]:
         """What was written so far is generation ``number``: its description as JSON. Nothing is on the disk for certain
         before ``sync``. The same number may be frozen again, after a commit that failed."""
+        self.begin(number, [0] * len(self._overlays))
+        return self.describe()
+
+    def begin(self, number: int, late: Sequence[int]) -> None:
+        """``freeze`` for a generation to which ``land`` will add so many rows of each table."""
         merger = self._check(writing=True)
         with merger.state:
-            for overlay in self._overlays:
-                overlay.freeze(number)
+            for overlay, rows in zip(self._overlays, late, strict=True):
+                overlay.freeze(number, rows)
             self._generation = number
             if not self._lineage or self._lineage[-1] != number:
                 self._lineage = [*self._lineage[-_LINEAGE:], number]
+
+    def land(self, table: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        """The rows of a table that ``begin`` was told of, at once. StorageFull: none of them is visible."""
+        self._check(writing=True)
+        began = time.perf_counter()
+        written = self._overlays[table].land(np.ascontiguousarray(keys, np.int64), rows)
+        self._counters.add(rows_written=len(keys), bytes_written=written, seconds_write=time.perf_counter() - began)
+
+    def abandon(self) -> None:
+        """What has not landed will not."""
+        for overlay in self._overlays:
+            overlay.abandon()
+
+    def describe(self) -> dict[str, Any]:
+        """The generation frozen last, as JSON."""
+        merger = self._check(writing=True)
+        with merger.state:
             chain = [s for overlay in self._overlays for s in overlay.segments if s.generation]
-            return described(number, merger.merged, self._lineage, [s.describe() for s in chain])
+            return described(self._generation, merger.merged, self._lineage, [s.describe() for s in chain])
 
     def sync(self) -> None:
         """Everything frozen is on the disk afterwards. StorageFull where there is no room; it can be tried again."""
@@ -321,6 +386,7 @@ class Lmdb:
             waiting = [s for o in self._overlays for s in o.segments if s.generation and not s.synced]
         for segment in waiting:
             segment.sync()
+        self._spares.fit()
         if waiting:
             sync_folder(self._segments)
             sync_folder(self.folder)
@@ -460,7 +526,7 @@ class Lmdb:
 
     def stats(self) -> dict[str, float]:
         """Counters since it was opened, and bytes: overlay_rows, overlay_bytes, index_bytes (memory), filter_bytes
-        (memory, and as much on the disk), base_bytes."""
+        (memory, and as much on the disk), base_bytes, spare_bytes (files kept to be written over)."""
         merger = self._check()
         base, presence = merger.base, merger.presence
         overlays = self._overlays
@@ -471,6 +537,7 @@ class Lmdb:
             "index_bytes": float(sum(o.index_bytes for o in overlays)),
             "filter_bytes": float(presence.nbytes),
             "base_bytes": float(base.pages * base.page_size),
+            "spare_bytes": float(self._spares.nbytes),
         }
 
     def verify(self) -> Iterator[str]:

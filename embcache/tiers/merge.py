@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..errors import StorageFull
 from . import merge_rows
 from .basefile import READERS, BaseFile, full
 from .changes import Changes
@@ -23,6 +24,7 @@ from .fold import SUFFIX, fold, runs
 from .overlay import Overlay
 from .presence import Presence
 from .segment import Segment
+from .spares import Spares
 
 __all__ = ["MergeFailed", "Merger", "run_merge"]
 
@@ -85,6 +87,7 @@ class Merger:
     owner: int
     limit: int  # bytes of index
     changes: Changes
+    spares: Spares
     on_merged: Callable[[], None]
     count: Callable[..., None]
     state: threading.RLock = field(default_factory=threading.RLock)
@@ -143,6 +146,8 @@ class Merger:
             self._merge()
         except Exception as error:  # nothing is lost: the segments stay, and the next commit tries again
             self.failure = error
+            if isinstance(error, StorageFull):
+                self.spares.relieve()
             self.count(merges_failed=1)
         finally:
             self._running = None
@@ -179,8 +184,8 @@ class Merger:
         try:
             self.on_merged()
         finally:
+            self.spares.give(gone)
             for segment in gone:
-                segment.path.unlink(missing_ok=True)
                 segment.path.with_suffix(SUFFIX).unlink(missing_ok=True)
             self.changes.trim()
 

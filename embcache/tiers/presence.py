@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import CorruptStore, StorageFull
+from ..kernels import parts
 from ..kernels.bloom import FIRST, KeyFilter, Layer
 from ..statefile import named_when_full, sync_folder
 from .basefile import BaseFile, Snapshot
@@ -59,6 +60,15 @@ class Presence:
         if keyfilter is None:
             return int(np.count_nonzero(state == 0))
         return keyfilter.screen(table, keys, state)
+
+    def screen_parts(self, lines: np.ndarray, state: np.ndarray) -> int:
+        """The same for the parts of one call (``kernels/parts.py``)."""
+        keyfilter = self.filter
+        if keyfilter is None:
+            return int(np.count_nonzero(state == 0))
+        layers = keyfilter.layers[::-1]  # half of the keys are in the newest
+        where = np.array([(x.words.ctypes.data, x.words.size) for x in layers], np.int64).reshape(-1, 2)
+        return int(parts.screen(lines, where, state))
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from ..errors import TableTooLarge
 from ..kernels import cpu
 from ..kernels.index import RowIndex
 from ..kernels.memory import address_space, available_bytes, reserve
-from .base import Block
+from .base import Block, Copying
 
 MOST_ROWS = 2**31 - 2  # the index holds a slot + 1 in 31 bits
 LOOKED = 64 << 20  # bytes of rows between two looks at what the system has left
@@ -71,7 +71,7 @@ class _Table:
         self.back = np.concatenate([self.back, slots[slots >= 0]])
 
 
-class RowStore:
+class RowStore(Copying):
     """A ``BackTier`` in main memory. Thread-safe."""
 
     def __init__(self) -> None:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import CorruptStore, FormatVersion
+from ..errors import CorruptStore, FormatVersion, StorageFull
 from ..kernels import segments
 from ..kernels.segments import stride_of
 from ..statefile import named_when_full
 from .mapping import Mapping
 
-__all__ = ["FIRST", "Segment"]
+__all__ = ["FIRST", "Segment", "Source"]
 
 MAGIC, VERSION = b"embcache segment", 1
 FIRST = 64  # bytes before the first record
@@ -29,6 +30,17 @@ _HEAD = struct.Struct("<16sIIQ")
 _LARGEST = 1 << 30  # bytes of address space that a segment asks for
 _BUFFER = 4 << 20  # bytes encoded at a time
 _SIGN = 1 << 64
+_IN_ORDER = np.empty(0, np.int32)
+
+
+class Source(Protocol):
+    """Where files to write over come from (``spares.py``)."""
+
+    def take(self, path: Path, table: int) -> int:
+        """A descriptor of a file that is called ``path`` now, or -1."""
+
+    def relieve(self) -> bool:
+        """Whether there is more room on the disk now."""
 
 
 class Segment:
@@ -44,12 +56,19 @@ class Segment:
         self.records, self.check, self.synced = 0, 0, False
         self.descriptor = -1
         self.map: Mapping
+        self._spares: Source | None = None
 
     @classmethod
-    def create(cls, path: Path, table: int, row_bytes: int, start: int, room: int) -> Segment:
-        """A new file for at least ``room`` records; StorageFull where there is none for its head."""
+    def create(
+        cls, path: Path, table: int, row_bytes: int, start: int, room: int, spares: Source | None = None
+    ) -> Segment:
+        """A new file, or one of ``spares`` written over, for at least ``room`` records; StorageFull where there is none
+        for its head."""
         new = cls(path, table, row_bytes, start)
-        new.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        new._spares = spares
+        new.descriptor = -1 if spares is None else spares.take(path, table)
+        if new.descriptor < 0:
+            new.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             new._write_at(0, _HEAD.pack(MAGIC, VERSION, table, row_bytes).ljust(FIRST, b"\0"))
             new.map = _reserve(new.descriptor, FIRST + room * new.stride, _LARGEST)
@@ -115,23 +134,37 @@ class Segment:
         """Bytes of the records."""
         return self.records * self.stride
 
+    @property
+    def end(self) -> int:
+        """Where the next record goes."""
+        return FIRST + self.size
+
     def append(self, keys: np.ndarray, rows: np.ndarray | None) -> int:
         """Write records behind the counted ones (None: tombstones) and return the sum of their checks; ``count`` makes
         them count. StorageFull leaves the file as it was."""
         size = max(1, _BUFFER // self.stride)
         buffer = np.empty(min(size, len(keys)) * self.stride // 8, dtype=np.uint64)
         address = 0 if rows is None else rows.ctypes.data
-        total, end = 0, FIRST + self.size
+        total, end = 0, self.end
         try:
             for i in range(0, len(keys), size):
                 part = keys[i : i + size]
                 source = address + i * self.row_bytes
-                total += int(segments.encode(part, source, self.row_bytes, int(rows is None), buffer.ctypes.data))
+                dead = int(rows is None)
+                total += int(segments.encode(part, source, _IN_ORDER, self.row_bytes, dead, buffer.ctypes.data))
                 self._write_at(end + i * self.stride, buffer.view(np.uint8)[: len(part) * self.stride].data)
         except BaseException:
-            os.ftruncate(self.descriptor, end)
+            self.cut()
             raise
         return total
+
+    def write_behind(self, offset: int, data: memoryview) -> None:
+        """Write records, ``offset`` bytes behind the counted ones; ``count`` makes them count, ``cut`` drops them."""
+        self._write_at(self.end + offset, data)
+
+    def cut(self) -> None:
+        """The file ends behind the counted records."""
+        os.ftruncate(self.descriptor, self.end)
 
     def count(self, records: int, check: int) -> None:
         """Records appended last now count."""
@@ -148,12 +181,11 @@ class Segment:
         """Everything counted is on the disk, and the file takes no more."""
         if self.synced:
             return
-        with named_when_full(self.path):
-            os.ftruncate(self.descriptor, FIRST + self.size)
-            os.fsync(self.descriptor)
+        self.cut()
+        self._relieved(None, os.fsync, self.descriptor)
         self.synced = True
         self.close()
-        self.map.shrink(FIRST + self.size)
+        self.map.shrink(self.end)
 
     def describe(self) -> dict[str, Any]:
         """What ``load`` needs, as JSON."""
@@ -176,10 +208,20 @@ class Segment:
 
     def _write_at(self, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        with named_when_full(self.path, len(view)):
-            while view:
-                done = os.pwrite(self.descriptor, view, offset)
-                view, offset = view[done:], offset + done
+        while view:
+            done = self._relieved(len(view), os.pwrite, self.descriptor, view, offset)
+            view, offset = view[done:], offset + done
+
+    def _relieved(self, need: int | None, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The call; where there is no room for it, once more without the spare files."""
+        try:
+            with named_when_full(self.path, need):
+                return call(*arguments)
+        except StorageFull:
+            if self._spares is None or not self._spares.relieve():
+                raise
+        with named_when_full(self.path, need):
+            return call(*arguments)
 
 
 def _reserve(descriptor: int, need: int, wish: int) -> Mapping:

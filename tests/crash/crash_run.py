@@ -3,6 +3,7 @@ batches made by two loader processes. Every state it may come back with is known
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 import embcache as ec
+from embcache.tiers.overlay import Overlay
 
 warnings.filterwarnings("ignore", "table .* staged batches need")  # small caches are the point
 STEPS, ROWS, BAGS, WIDTH = 120, 400, 16, 12
@@ -30,10 +32,13 @@ class Job:
     flush_every: int
     wait: bool
     overlay_bytes: int
+    slow: float = 0.0
+    """Seconds that a commit's thread sleeps before and after it writes a table's rows."""
 
 
 JOBS = [
     Job(cache=75, middle=0, depth=1, commit_every=5, flush_every=1000, wait=True, overlay_bytes=1),
+    Job(cache=45, middle=0, depth="auto", commit_every=3, flush_every=1000, wait=False, overlay_bytes=1, slow=0.01),
     Job(cache=1, middle=0, depth=0, commit_every=9, flush_every=4, wait=True, overlay_bytes=1 << 30),
     Job(cache=25, middle=60, depth="auto", commit_every=4, flush_every=7, wait=False, overlay_bytes=1),
     Job(cache=500, middle=0, depth=4, commit_every=6, flush_every=1000, wait=False, overlay_bytes=1 << 15),
@@ -154,8 +159,23 @@ def opened(folder: Path, job: Job, expected: list[np.ndarray]) -> Training:
     return run
 
 
+def land_slowly(seconds: float) -> None:
+    """In this process, from now on."""
+    land = Overlay.land
+
+    def slowly(self: Overlay, keys: np.ndarray, rows: np.ndarray) -> int:
+        time.sleep(seconds)
+        written = land(self, keys, rows)
+        time.sleep(seconds)
+        return written
+
+    Overlay.land = slowly  # type: ignore[method-assign]
+
+
 def go_on(folder: Path, job: Job, expected: list[np.ndarray], report: Callable[..., None]) -> None:
     """Open, verify, train to the end, verify, close; ``report`` tells how far it is."""
+    if job.slow:
+        land_slowly(job.slow)
     run = opened(folder, job, expected)
     report("opened", run.store.generation, run.step)
     for batch, labels in run.store.lookahead(batches(run.step), depth=job.depth, ids=lambda pair: pair[0]):

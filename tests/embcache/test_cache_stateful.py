@@ -278,6 +278,7 @@ class DiskMachine(StoreMachine):
     @precondition(lambda self: self.generation)
     @rule()
     def read_beside_the_writer(self) -> None:
+        self.store.checkpoints.wait()
         self.compare_other(ec.EmbeddingStore.open(self.folder / "store", readonly=True, rows=4), self.committed)
 
 

@@ -19,22 +19,28 @@ def faults(monkeypatch):
     return count
 
 
+def call(reads):
+    """A part is a function here."""
+    for read in reads:
+        read()
+
+
 def test_reads_that_wait_for_a_disk_run_side_by_side_and_others_in_turn(faults):
     def read(pages=0):
         faults[0] += pages
 
     fetching = Fetching()
-    fetching.run([read] * 3, rows=30)
+    fetching.run(call, [read] * 3, rows=30)
     assert not fetching.parallel
-    fetching.run([lambda: read(1)] * 3, rows=30)
+    fetching.run(call, [lambda: read(1)] * 3, rows=30)
     assert fetching.parallel
     together = threading.Barrier(4, timeout=30)  # ends only if all four run at once
-    fetching.run([lambda: read(together.wait() * 0 + 1)] * 4, rows=200)
+    fetching.run(call, [lambda: read(together.wait() * 0 + 1)] * 4, rows=200)
     assert fetching.parallel
-    fetching.run([lambda: read(1)] * 4, rows=1000)
+    fetching.run(call, [lambda: read(1)] * 4, rows=1000)
     assert not fetching.parallel
     seen = set()
-    fetching.run([lambda: seen.add(threading.get_ident())] * 4, rows=10)
+    fetching.run(call, [lambda: seen.add(threading.get_ident())] * 4, rows=10)
     assert seen == {threading.get_ident()}
     fetching.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("embcache-read")]
@@ -53,7 +59,7 @@ def test_an_error_is_raised_when_all_have_ended():
         raise OSError("no such page")
 
     with pytest.raises(OSError, match="no such page"):
-        fetching.run([wrong, *[slow] * READERS], rows=1)
+        fetching.run(call, [wrong, *[slow] * READERS], rows=1)
     assert len(ended) == READERS
     fetching.close()
     fetching.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from disk_model import TABLES, Model, play, unfiltered
+from disk_model import TABLES, Model, Nothing, play, unfiltered
 
 from embcache.statefile import replace_json
 from embcache.tiers import merge
@@ -38,15 +38,6 @@ def _open(folder: Path) -> tuple[Lmdb, dict[str, Any]]:
     tier.open(TABLES)
     tier.restore(told["latest"], keep=[d for d in told.values() if d])
     return tier, told
-
-
-class _Nothing:
-    """A tier for a model that plays alone."""
-
-    def write(self, *_: Any) -> None:
-        return
-
-    delete = write
 
 
 def _generation(tier: Any, model: Model, number: int) -> None:
@@ -124,7 +115,7 @@ def test_killed_at_random_instants(tmp_path: Path, child: bool, best: int, monke
         number = told["latest"]["generation"] if told["latest"] else 0
         for g in range(reached + 1, number + 1):
             models[g] = models[g - 1].copy()
-            _generation(_Nothing(), models[g], g)
+            _generation(Nothing(), models[g], g)
         models[number].check(tier, block=1000)
         for name in ("before", "best", "latest"):
             if told.get(name):

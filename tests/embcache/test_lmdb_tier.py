@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from disk_model import TABLES, Model, ordered, play
+from disk_model import TABLES, Model, moved, ordered, play
 
 from embcache.errors import BadConfig, CorruptStore, ForkError, FormatVersion, NotSupported, StorageFull, StoreLocked
 from embcache.lock import FolderLock
-from embcache.tiers import merge, merge_rows
+from embcache.tiers import merge, merge_rows, moving, overlay, segment
 from embcache.tiers.lmdb import Lmdb, StaleDescription
 
 
@@ -74,6 +75,48 @@ def test_generations_come_back_bit_for_bit(tmp_path: Path, child: bool, monkeypa
             tier.sealed(g, g)
             saved.update({g - 1: saved[g], g - 2: saved[g]})
     assert list(tier.verify()) == []
+    tier.close()
+
+
+def test_a_full_disk_in_the_middle_of_several_tables_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "_BUFFER", 4096)
+    monkeypatch.setattr(segment, "_LARGEST", 1 << 14)  # so that rows go to several files, and their records in pieces
+    monkeypatch.setattr(overlay, "_PART", 16)
+    rng, model = np.random.default_rng(3), Model()
+    tier = _open(tmp_path)
+    play(tier, model, rng)
+    parts = [moved(t, rng.permutation(400)[:150] - 100, rng) for t in range(len(TABLES))]
+    real = os.pwrite
+    for last in itertools.count(0, 7):
+        calls = itertools.count()
+        files = {path: path.stat().st_size for path in (tmp_path / "segments").iterdir()}
+
+        def full(descriptor: int, data: memoryview, offset: int, last: int = last, calls: Any = calls) -> int:
+            if next(calls) >= last:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(descriptor, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", full)
+        try:
+            tier.write_from(parts)
+            break
+        except StorageFull:
+            assert not any(part.found.any() for part in parts)
+        finally:
+            monkeypatch.setattr(os, "pwrite", real)
+        assert {path: path.stat().st_size for path in (tmp_path / "segments").iterdir()} == files
+        model.check(tier)
+    assert last > 100
+    assert all(part.found.all() for part in parts)
+    for part in parts:
+        model.rows[part.table].update(zip(part.keys.tolist(), part.slab[part.slots], strict=True))
+    model.check(tier)
+    description = _commit(tier, 1, horizon=0)
+    tier.close()
+    tier = _open(tmp_path, description)
+    model.check(tier)
     tier.close()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from disk_model import EDGES, TABLES, Model, ordered, play, unfiltered
+from disk_model import EDGES, TABLES, Model, Nothing, ordered, play, unfiltered
 
 from embcache.config import TableConfig
 from embcache.errors import CorruptStore, StorageFull
@@ -521,7 +521,7 @@ def test_killed_between_the_filter_and_the_merge(tmp_path: Path, where: str, los
     _killed(tmp_path, where)
     after = model.copy()
     # play draws deletions and writes from the seed alone
-    play(type("_", (), {"write": lambda *_: None, "delete": lambda *_: None})(), after, np.random.default_rng(2))  # type: ignore[arg-type]
+    play(Nothing(), after, np.random.default_rng(2))  # type: ignore[arg-type]
     told = json.loads((tmp_path / "told.json").read_text())
     assert bool(list(tmp_path.glob(NAME + ".*.tmp"))) == (where != "saved")
     if lost:

@@ -18,7 +18,8 @@ from embcache.cache import open_chain
 from embcache.cache.middle import Middle
 from embcache.config import TableConfig
 from embcache.errors import BadConfig, StorageFull, TableTooLarge
-from embcache.tiers.base import BackTier
+from embcache.tiers import base
+from embcache.tiers.base import BackTier, Moved
 from embcache.tiers.ram import Ram
 from embcache.tiers.rows import RowStore
 
@@ -184,6 +185,51 @@ def test_a_store_of_rows_equals_a_dict(name: str) -> None:
             assert np.array_equal(found_rows, [model[key] for key in found_keys.tolist()])
     assert tier.stats()["rows_read"] >= tier.stats()["rows_found"] > 0
     tier.close()
+
+
+def moved(rng: np.random.Generator, table: int, keys: np.ndarray, seed: int) -> tuple[Moved, np.ndarray]:
+    """Rows of ``keys`` in shuffled slots of a slab, and what lies in all its slots."""
+    width = TABLES[table].row_bytes
+    slab = rows_of(list(range(200)), seed, width)
+    slots = rng.permutation(200)[: len(keys)].astype(np.int32)
+    return Moved(table, keys, slab, slots, np.zeros(len(keys), np.bool_)), slab.copy()
+
+
+@pytest.mark.parametrize("name", list(stores()))
+def test_rows_of_several_tables_move_between_slots_and_a_tier(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "PIECE", 7 * TABLES[0].row_bytes)
+    tier, rng = stores()[name], np.random.default_rng(len(name))
+    tier.open(TABLES)
+    model: list[dict[int, np.ndarray]] = [{}, {}]
+    for step in range(30):
+        written = [moved(rng, t, rng.permutation(sorted_keys(rng, 40)), 2 * step + t) for t in (1, 0)]
+        tier.write_from([part for part, _ in written])
+        for part, before in written:
+            assert part.found.all()
+            assert np.array_equal(part.slab, before)
+            model[part.table].update(zip(part.keys.tolist(), before[part.slots], strict=True))
+        read = [moved(rng, t, sorted_keys(rng, 60), 1000 + t) for t in (0, 1)]
+        tier.read_into([part for part, _ in read])
+        for part, before in read:
+            here = model[part.table]
+            assert part.found.tolist() == [k in here for k in part.keys.tolist()]
+            for key, slot in zip(part.keys.tolist(), part.slots.tolist(), strict=True):
+                before[slot] = here.get(key, before[slot])
+            assert np.array_equal(part.slab, before)
+    tier.close()
+
+
+def test_a_call_that_fails_says_which_rows_were_written() -> None:
+    store, rng = Failing(), np.random.default_rng(0)
+    store.open(TABLES)
+    parts = [moved(rng, t, sorted_keys(rng, 40), t)[0] for t in (0, 1)]
+    parts[1].found[:] = True
+    store.after["write"] = 1
+    with pytest.raises(StorageFull):
+        store.write_from(parts)
+    assert parts[0].found.all()
+    assert not parts[1].found.any()
+    assert (store.count(0), store.count(1)) == (len(parts[0].keys), 0)
 
 
 def test_writers_and_readers_on_two_threads_see_whole_rows() -> None:

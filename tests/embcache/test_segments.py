@@ -54,7 +54,7 @@ def test_records_give_back_what_was_written(tmp_path: Path, row_bytes: int) -> N
     out, state = np.zeros((4, row_bytes), np.uint8), np.zeros(4, np.uint8)
     starts, addresses = np.zeros(1, np.int64), np.array([again.first])
     order = np.array([2, -1, 0, 3], np.int32)
-    assert segments.gather(order, starts, addresses, row_bytes, out.ctypes.data, state) == 3
+    assert segments.gather(order, starts, addresses, row_bytes, out.ctypes.data, np.empty(0, np.int32), state) == 3
     assert state.tolist() == [1, 0, 1, 1]
     assert np.array_equal(out[[0, 2, 3]], rows[[2, 0, 3]])
     assert not out[1].any()
@@ -213,3 +213,83 @@ def test_tombstones_and_replacing(tmp_path: Path) -> None:
     assert state.tolist() == [1, 2, 2, 0]
     keys, _, _ = other.entries()
     assert keys.tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("renumbers", [False, True])
+def test_late_rows_are_older_than_what_was_written_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renumbers: bool
+) -> None:
+    """Writes, tombstones, merges and new numbers between a freeze and the landing of the generation's last rows."""
+    monkeypatch.setattr(overlay_module, "_PART", 100)
+    monkeypatch.setattr(overlay_module, "_TURN", 33)
+    monkeypatch.setattr(segment_module, "_LARGEST", 4096)
+    if renumbers:
+        monkeypatch.setattr(overlay_module, "_MOST", (1 << 26) + 1500)
+    overlay = _overlay(tmp_path)
+    log: list[tuple[int, dict[int, np.ndarray | None]]] = []  # (generation, key -> row), in the order that counts
+    rng = np.random.default_rng(1)
+
+    def keys(n: int) -> np.ndarray:
+        return rng.permutation(300)[:n]
+
+    def write(generation: int) -> None:
+        some, rows, gone = keys(40), _rows(40, 24, len(log)), keys(5)
+        overlay.append(some, rows)
+        overlay.append(gone, None)
+        log.append((generation, {**dict(zip(some.tolist(), rows, strict=True)), **dict.fromkeys(gone.tolist())}))
+
+    for generation in range(1, 25):
+        write(generation)
+        late = keys(int(rng.integers(1, 250)))
+        rows = _rows(len(late), 24, 1000 + generation)
+        overlay.freeze(generation, len(late))
+        at = len(log)
+        if generation % 3:
+            write(generation + 1)
+        if generation % 2:
+            overlay.forget(generation - 2)
+            at -= sum(g <= generation - 2 for g, _ in log[:at])
+            log = [(g, part) for g, part in log if g > generation - 2]
+        if generation % 5 == 0:
+            overlay.abandon()
+        else:
+            assert overlay.land(late, rows) == len(late) * (24 + segments.HEAD)
+            log.insert(at, (generation, dict(zip(late.tolist(), rows, strict=True))))
+        expected = {key: row for _, part in log for key, row in part.items()}
+        state, out = _read(overlay, np.arange(300))
+        for key in range(300):
+            assert state[key] == (0 if key not in expected else 2 if expected[key] is None else 1)
+            assert state[key] != 1 or np.array_equal(out[key], expected[key])
+        assert len(overlay) == len(expected)
+        starts, ages = ([getattr(s, name) for s in overlay.segments] for name in ("start", "generation"))
+        assert starts == sorted(set(starts))
+        assert ages == sorted(ages, key=lambda age: age or 10**6)
+    assert (overlay.segments[-1].start < 2000) == renumbers
+
+
+def test_late_rows_that_find_no_room_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlay_module, "_PART", 100)
+    monkeypatch.setattr(segment_module, "_LARGEST", 4096)
+    overlay, rows = _overlay(tmp_path), _rows(500, 24)
+    overlay.append(np.arange(30), rows[:30])
+    overlay.freeze(1, 500)
+    overlay.append(np.arange(20), rows[20:40])
+    real, calls = Segment.append, itertools.count()
+
+    def fails_late(self: Segment, keys: np.ndarray, part: np.ndarray | None) -> int:
+        if next(calls) == 2:
+            raise StorageFull(None, 0, "here")
+        return real(self, keys, part)
+
+    monkeypatch.setattr(Segment, "append", fails_late)
+    with pytest.raises(StorageFull):
+        overlay.land(np.arange(500), rows)
+    monkeypatch.setattr(Segment, "append", real)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.rows", "1.rows"]
+    assert len(overlay) == 30
+    overlay.freeze(1, 500)
+    overlay.land(np.arange(500), rows)
+    state, out = _read(overlay, np.arange(500))
+    assert state.all()
+    assert np.array_equal(out, rows)
+    assert {s.generation for s in overlay.segments} == {1}
