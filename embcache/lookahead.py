@@ -61,6 +61,8 @@ class LookAhead(Iterator[Any]):
         window: further batches that are read and announced, for a policy that knows what is needed later.
         announce: told the jagged inputs of each batch once, as soon as it is read, and how many batches there are to be
             staged up to it (1: it is the next).
+        steady: how many batches are staged depends on how many were asked for alone: what is due is also staged where
+            the end comes early. For stages in which several processes take part.
 
     Raises, at the batch concerned and after all earlier ones: whatever the loader, ``ids`` or ``stage`` raise;
     CacheTooSmall where a batch does not fit beside those still pinned and ``depth`` is a number.
@@ -74,6 +76,7 @@ class LookAhead(Iterator[Any]):
         ids: Callable[[Any], Any] | None = None,
         window: int = 0,
         announce: Callable[[Any, int], None] | None = None,
+        steady: bool = False,
     ) -> None:
         waits = depth == "auto"
         depth = AUTO_DEPTH if depth == "auto" else depth
@@ -84,7 +87,7 @@ class LookAhead(Iterator[Any]):
         if window and announce is None:
             raise BadConfig(f"look-ahead: window = {window}, but there is nothing to announce its batches to")
         self._loader = loader
-        self._state = _State(_Source(stage, ids, window, announce), depth, waits)
+        self._state = _State(_Source(stage, ids, window, announce), depth, waits, steady)
         self._finalizer = weakref.finalize(self, self._state.stop, COLLECTED_WAIT)
 
     def __iter__(self) -> LookAhead:
@@ -213,8 +216,9 @@ class _State:
     Handles are released outside the lock: their tier's lock may be held by a thread that waits for this one.
     """
 
-    def __init__(self, source: _Source, depth: int, waits: bool) -> None:
-        self.source, self._depth, self._waits = source, depth, waits
+    def __init__(self, source: _Source, depth: int, waits: bool, steady: bool) -> None:
+        self.source, self._depth, self._waits, self._steady = source, depth, waits, steady
+        self._asked = self._begun = 0  # batches asked for, and begun to be staged
         self.stopping = False
         self._changed = threading.Condition()
         self._ready: deque[_Item] = deque()
@@ -240,6 +244,8 @@ class _State:
             self._pinned += 1
         else:
             with self._changed:
+                self._asked += 1
+                self._changed.notify_all()
                 while not self._ready and not self.stopping:
                     self._changed.wait()
                 item = self._ready.popleft() if self._ready else _Item.end()
@@ -278,7 +284,8 @@ class _State:
 
     def _run(self) -> None:
         try:
-            while self._wait_until(self._has_room):
+            while self._wait_until(self._has_room, self._steady):
+                self._begun += 1
                 item = self.source.read()
                 if item.error is None and not item.last:
                     item = self._staged(item)
@@ -293,14 +300,16 @@ class _State:
             self.source.close()
 
     def _has_room(self) -> bool:
+        if self._steady:
+            return self._begun < self._asked + self._depth
         return len(self._ready) < self._depth
 
-    def _wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Sleep until the condition holds; False when it is time to end instead."""
+    def _wait_until(self, condition: Callable[[], bool], first: bool = False) -> bool:
+        """Sleep until the condition holds; False when it is time to end instead (``first``: where it does not hold)."""
         with self._changed:
             while not self.stopping and not condition():
                 self._changed.wait()
-            return not self.stopping
+            return not self.stopping or (first and condition())
 
     def _staged(self, item: _Item) -> _Item:
         """The item with its rows pinned, or the error in its place. Alone it may go beyond the cache, never beside

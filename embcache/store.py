@@ -217,11 +217,14 @@ class EmbeddingStore(StoreDisk):
         ``LookAhead``."""
 
         def stage(jagged: Any, overflow: bool) -> Handle:
-            there = set(KeyedJaggedTensor.adopt(jagged).keys())
-            features = tuple(name for name in self.layouts.all_features if name in there)
-            return self.stage(jagged, features, training=training, overflow=overflow)
+            return self._stage_ahead(jagged, overflow, training)
 
         return LookAhead(stage, loader, depth, ids, window, self.announce if window else None)
+
+    def _stage_ahead(self, jagged: Any, overflow: bool, training: bool) -> Handle:
+        there = set(KeyedJaggedTensor.adopt(jagged).keys())
+        features = tuple(name for name in self.layouts.all_features if name in there)
+        return self.stage(jagged, features, training=training, overflow=overflow)
 
     def announce(self, batch: Any, ahead: int) -> None:
         """Tell the cache that the ``ahead``-th batch from now (1: the next that is staged) needs these ids:

@@ -7,7 +7,7 @@ their order: peer after peer, piece after piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..kernels.index import home
 from ..kernels.jit import kernel
 from .plan import ALL, HASH, Piece
 
-__all__ = ["Routed", "Wire", "distinct", "pack_ids", "route", "unpack_ids"]
+__all__ = ["Routed", "WireOrder", "distinct", "moved_slots", "pack_ids", "route", "union", "unpack_ids"]
 
 
 @kernel
@@ -191,7 +191,7 @@ def starts_of(counts: np.ndarray) -> np.ndarray:
     return (np.cumsum(flat) - flat).reshape(counts.shape)
 
 
-class Wire:
+class WireOrder:
     """The order of pieces on the wire, the same on every rank.
 
     Attributes:
@@ -253,7 +253,7 @@ class Routed:
     slots: np.ndarray
 
 
-def begins_of(wire: Wire, rows: np.ndarray) -> np.ndarray:
+def begins_of(wire: WireOrder, rows: np.ndarray) -> np.ndarray:
     """Where the rows of each (rank, piece) begin among those of their dimension."""
     begin = np.empty_like(rows)
     for _, columns in wire.classes:
@@ -262,7 +262,7 @@ def begins_of(wire: Wire, rows: np.ndarray) -> np.ndarray:
 
 
 def route(
-    wire: Wire, ranks: np.ndarray, tables: Sequence[int], ids: np.ndarray, ranges: np.ndarray, ends: np.ndarray,
+    wire: WireOrder, ranks: np.ndarray, tables: Sequence[int], ids: np.ndarray, ranges: np.ndarray, ends: np.ndarray,
     training: bool,
 ) -> Routed:  # fmt: skip
     """Distinct ids of ``tables`` (the groups of the ranges) to the ranks that hold them: ``ranks`` int32 by bucket.
@@ -294,12 +294,12 @@ def route(
     return Routed(sent, out_ids, rows, begin, spread_slots)
 
 
-def _rank_of(wire: Wire, piece: Piece) -> int:
+def _rank_of(wire: WireOrder, piece: Piece) -> int:
     """-1 by bucket, else the rank that answers."""
     return -1 if piece.route == HASH else wire.rank if piece.route == ALL else piece.rank
 
 
-def _copies(wire: Wire, tables: Sequence[int], training: bool) -> list[tuple[int, int, int]]:
+def _copies(wire: WireOrder, tables: Sequence[int], training: bool) -> list[tuple[int, int, int]]:
     """(group, piece, rank) of the further places that a table's ids go to, all of them."""
     found = []
     for g, t in enumerate(tables):
@@ -310,3 +310,51 @@ def _copies(wire: Wire, tables: Sequence[int], training: bool) -> list[tuple[int
             elif k:
                 found.append((g, j, piece.rank))
     return found
+
+
+def union(
+    lists: Sequence[tuple[np.ndarray, np.ndarray]], active: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of (ids in wire order, their counts [W, P]) each: the distinct ids of every rank and piece in wire order, in the
+    order in which they first occur; their counts; and for each id given its place among those of its rank and piece.
+    Ids of pieces that are not ``active`` [P] count as absent."""
+    world = lists[0][1].shape[0]
+    sizes = np.stack([counts.ravel() for _, counts in lists], axis=1)  # by block and list
+    firsts = np.stack([starts_of(counts).ravel() for _, counts in lists], axis=1)
+    firsts += np.cumsum([0] + [len(ids) for ids, _ in lists[:-1]])
+    sizes = np.where(np.tile(active, world)[:, None], sizes, 0)
+    ranges = np.stack([firsts.ravel(), (firsts + sizes).ravel()], axis=1)
+    ends = np.arange(len(sizes) + 1) * len(lists)
+    every = np.concatenate([ids for ids, _ in lists])
+    unique, counts, positions = distinct(every, ranges, ends)
+    places = np.zeros(len(every), dtype=np.int32)
+    within = np.arange(len(unique)) - np.repeat(np.cumsum(counts) - counts, counts)
+    spread(ranges, ends, counts, positions, within.astype(np.int32), places)
+    return unique, counts.reshape(world, -1), places
+
+
+def moved_slots(
+    wire: WireOrder,
+    rows: np.ndarray,
+    old_begin: np.ndarray,
+    new_begin: np.ndarray,
+    places: np.ndarray,
+    spans: Mapping[int, Sequence[tuple[int, int]]],
+    slots: np.ndarray,
+) -> np.ndarray:
+    """``slots`` of a request whose ``rows`` [W, P] have ``places`` among those of their rank and piece in a union; the
+    blocks of the request begin at ``old_begin``, those of the union at ``new_begin``."""
+    counts = rows.ravel()
+    within = np.arange(len(places)) - np.repeat(starts_of(rows).ravel(), counts)
+    piece = np.repeat(np.tile(np.arange(len(wire)), wire.world), counts)
+    hashed = np.array([p.route == HASH for p in wire.pieces], dtype=np.bool_)[piece]
+    old = np.where(hashed, within + np.repeat(old_begin.ravel(), counts), within)
+    new = np.where(hashed, places + np.repeat(new_begin.ravel(), counts), places)
+    out = slots.copy()
+    for t, stretches in spans.items():
+        mine = np.flatnonzero(piece == wire.of_table[t][0])
+        to = np.zeros(int(old[mine].max(initial=-1)) + 1, dtype=np.int32)
+        to[old[mine]] = new[mine]
+        for first, last in stretches:
+            out[first:last] = to[slots[first:last]]
+    return out

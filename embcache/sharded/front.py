@@ -3,8 +3,8 @@
 Of a staged batch every rank holds two halves. As requester: the distinct ids it asked for and the slots of their rows
 in memory that the lookup kernels read. As owner: a handle of its local store on what all ranks asked of it.
 
-Everything that meets other ranks happens in one place, ``_meet``: a header with a flag, then one exchange. A rank with
-an error takes part with its flag set; then all ranks tell what was wrong and raise, and nothing has changed on any.
+A rank with an error takes part in what the others do with a flag set; then all ranks raise, and nothing has changed on
+any (``meeting.py``).
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BadConfig, RemoteFault, StaleLookup
+from ..errors import StaleLookup
 from ..jagged import KeyedJaggedTensor
 from ..layout import BAGS, FIRST, OFFSET, TABLE
 from ..staged import Handle, Part
 from ..store import EmbeddingStore
 from ..tiers.base import Arena, DurableTier
-from .exchange import Wire, begins_of, distinct, pack_ids, route, spread, starts_of, unpack_ids
+from .by_id import RemoteRows
+from .exchange import WireOrder, begins_of, moved_slots, pack_ids, route, starts_of, union, unpack_ids
+from .meeting import HEAD, meet
 from .plan import ALL, HASH, Piece, ShardingPlan
 
 RELEASED = "this lease was released: stage the batch again"
-FLAG, SIGNATURE, BITS, HEAD = range(4)
 
 
 class _Plain:
@@ -98,25 +99,25 @@ class Joined(NamedTuple):
     own: bool  # whether the handle was staged for this update
 
 
-class RemoteFront:
+class RemoteFront(RemoteRows):
     """What a store's modules, handles and optimizer ask of a front, with rows that live elsewhere.
 
-    ``stage`` runs on the caller's thread and meets the other ranks on lane ``ids`` (on a look-ahead's thread on lane
-    ``ahead``); lookups meet on lane ``rows``, updates on lane ``grads``.
+    ``stage`` meets the other ranks on lane ``ids`` (on a look-ahead's thread on a road of its own); lookups meet on lane ``rows``, updates on lane ``grads``.
     """
 
     def __init__(self, plan: ShardingPlan, pieces: Sequence[Piece], local: EmbeddingStore, lanes: Any) -> None:
         self.plan, self.pieces, self.local, self.lanes = plan, list(pieces), local, lanes
         self.world, self.rank = lanes.world, lanes.rank
         limits = {piece.table: table.num_embeddings for piece, table in zip(pieces, local.tables, strict=True)}
-        self.wire = Wire(pieces, [limits[t] for t in range(len(limits))], self.world, self.rank)
+        self.wire = WireOrder(pieces, [limits[t] for t in range(len(limits))], self.world, self.rank)
         self.codec = _Plain()
         self._map = plan.map
         self._keys = [local.tables[p].feature_names[rank] for rank in range(self.world) for p in self.wire.order]
         self._names = tuple(self._keys)
         self._split = len(pieces) > len(limits)
-        self._numbers = {"ids": 0, "ahead": 0}
-        self._ahead = threading.local()
+        self._roads = [lanes.ids]  # that batches are staged on, and how many were
+        self._numbers = [0]
+        self._road = threading.local()
         self.version = 0
         self.kernels = local.kernels
         self.arenas = [Arena(torch.empty(0, 4 * piece.dim, dtype=torch.uint8)) for piece in pieces]
@@ -126,27 +127,35 @@ class RemoteFront:
 
     # stage ------------------------------------------------------------------------------------------------------
 
-    def ahead(self, stage: Callable[..., Any]) -> Callable[..., Any]:
-        """``stage`` as look-ahead's thread calls it: on a lane of its own."""
+    def ahead(self, stage: Callable[..., Any], training: bool) -> Callable[..., Any]:
+        """``stage`` as look-ahead's thread calls it: on a lane of its own, so that the main thread may stage besides.
+        Collective."""
+        road = 1 if training else 2
+        while len(self._roads) <= road:
+            self._roads.append(self.lanes.more("ids"))
+            self._numbers.append(0)
 
         def staged(*arguments: Any, **options: Any) -> Any:
-            self._ahead.here = True
+            self._road.number = road
             try:
                 return stage(*arguments, **options)
             finally:
-                self._ahead.here = False
+                self._road.number = 0
 
         return staged
 
-    def _channel(self) -> str:
-        return "ahead" if getattr(self._ahead, "here", False) and hasattr(self.lanes, "ahead") else "ids"
+    def _next(self) -> tuple[Any, int]:
+        """The lane to stage on, and the number of the next batch: the same on every rank."""
+        road = getattr(self._road, "number", 0)
+        self._numbers[road] += 1
+        return self._roads[road], self._numbers[road] << 2 | road
 
     def stage(
         self, features: Tensor, values: Tensor, offsets: Tensor | None, training: bool, *, overflow: bool = True
     ) -> Remote:
         """Collective. Tell the owners which rows are needed; they make them resident and pin them."""
-        channel = self._channel()
-        lease = Remote(self._next(channel), training)
+        lane, number = self._next()
+        lease = Remote(number, training)
         ids = values.to(torch.int64).contiguous().numpy()
         lease.spans = _spans(features, offsets)
         ranges = np.array([span for spans in lease.spans.values() for span in spans], dtype=np.int64).reshape(-1, 2)
@@ -156,32 +165,26 @@ class RemoteFront:
         lease.out = torch.from_numpy(routed.slots)
         packed = pack_ids(lease.ids, lease.sent, self.wire.widths)
         signature = zlib.crc32(features[:, :2].contiguous().numpy().tobytes(), lease.number << 1 | training)
-        heads, answer = self._meet(
-            getattr(self.lanes, channel), signature, None, lambda heads: self._exchange_ids(packed, lease, heads),
+        heads, answer = meet(
+            lane, signature, None, lambda heads: self._exchange_ids(packed, lease, heads),
             np.column_stack([np.full(self.world, not overflow, dtype=np.int64), lease.sent]),
         )  # fmt: skip
-        lease.received = np.ascontiguousarray(heads[:, HEAD:])
+        lease.received = np.ascontiguousarray(heads[:, 1:])
         lease.received_ids = unpack_ids(answer.numpy(), lease.received, self.wire.widths)
         try:
-            lease.handle = self._local(lease.received_ids, lease.received, training, not heads[:, BITS].any())
+            lease.handle = self._local(lease.received_ids, lease.received, training, not heads[:, 0].any())
         except Exception as error:
             lease.error = error
         return lease
 
     def _exchange_ids(self, packed: np.ndarray, lease: Remote, heads: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
-        received = heads[:, HEAD:]
+        received = heads[:, HEAD + 1 :]
         return torch.from_numpy(packed), lease.sent @ self.wire.widths, received @ self.wire.widths
 
     def refuse(self, error: Exception) -> None:
         """Collective: take part in the other ranks' ``stage`` with an error; raises it."""
-        channel = self._channel()
-        self._next(channel)
-        rows = np.zeros((self.world, 1 + len(self.wire)), dtype=np.int64)
-        self._meet(getattr(self.lanes, channel), 0, error, None, rows)
-
-    def _next(self, channel: str) -> int:
-        self._numbers[channel] += 1
-        return self._numbers[channel] << 1 | (channel == "ahead")
+        lane, _ = self._next()
+        meet(lane, 0, error, None, np.zeros((self.world, 1 + len(self.wire)), dtype=np.int64))
 
     def _local(self, ids: np.ndarray, counts: np.ndarray, training: bool, overflow: bool = True) -> Handle:
         """Rows that ranks ask of this one, in wire order, resident here."""
@@ -189,47 +192,6 @@ class RemoteFront:
         torch.cumsum(torch.from_numpy(counts.ravel()), 0, out=offsets[1:])
         batch = KeyedJaggedTensor.trusted(self._keys, torch.from_numpy(ids), None, offsets, (1,) * counts.size)
         return self.local.stage(batch, self._names, training=training, overflow=overflow)
-
-    # meeting ----------------------------------------------------------------------------------------------------
-
-    def _meet(
-        self,
-        lane: Any,
-        signature: int,
-        error: Exception | None,
-        exchange: Callable[[np.ndarray], tuple[Any, np.ndarray, np.ndarray]] | None,
-        rows: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, Tensor]:
-        """A header with ``rows`` [W, n] behind flag and signature, then what ``exchange(heads)`` asks for: bytes,
-        how many for each rank, how many from each. Where a flag is set all ranks raise instead."""
-        heads = np.zeros((self.world, 2), dtype=np.int64)
-        heads[:, FLAG], heads[:, SIGNATURE] = error is not None, signature
-        if rows is not None:
-            heads = np.column_stack([heads, rows])
-
-        def together() -> tuple[np.ndarray, Any]:
-            found = lane.header(heads)
-            if found[:, FLAG].any():
-                text = b"" if error is None else f"{type(error).__name__}\n{error}".encode()[:4000]
-                return found, [bytes(said.numpy()) for said in lane.all_gather(text)]
-            if (found[:, SIGNATURE] != signature).any():
-                return found, None
-            if exchange is None:
-                return found, torch.empty(0, dtype=torch.uint8)
-            send, splits, sizes = exchange(found)
-            return found, lane.all_to_all((send, splits), sizes)
-
-        found, answer = lane.submit(together).result()
-        if isinstance(answer, list):
-            raise agreed(_fault(error, answer))
-        if answer is None:
-            raise agreed(
-                BadConfig(
-                    f"the ranks are not at the same point on lane {lane.name!r}: every rank stages, looks up and "
-                    "updates the same features in the same order, a rank without samples with an empty batch"
-                )
-            )
-        return found, answer
 
     # rows -------------------------------------------------------------------------------------------------------
 
@@ -294,7 +256,7 @@ class RemoteFront:
         if signature is None:
             answer = lane.submit(lane.all_to_all, (packed, sent @ widths), back @ widths).result()
         else:
-            _, answer = self._meet(lane, signature, error, lambda heads: (packed, sent @ widths, back @ widths))
+            _, answer = meet(lane, signature, error, lambda heads: (packed, sent @ widths, back @ widths))
         return answer.view(torch.float32) if plain else self._decoded(answer, rows, going, coming)
 
     def _encoded(self, rows: Tensor, going: np.ndarray, nbytes: int) -> Tensor:
@@ -376,12 +338,16 @@ class RemoteFront:
             only.part.slots()
             assert only.handle is not None
             return Joined(only.sent, only.received, only.rows, only.begin, None, only.handle, False)
-        ids, received, _ = self._union([(lease.received_ids, lease.received) for lease in leases], active)
-        _, rows, places = self._union([self._asked(lease) for lease in leases], active)
+        ids, received, _ = union([(lease.received_ids, lease.received) for lease in leases], active)
+        _, rows, places = union([self._asked(lease) for lease in leases], active)
         begin, slots, at = begins_of(self.wire, rows), {}, 0
         for lease in leases:
             n = int(lease.rows.sum())
-            slots[lease.number] = self._moved_slots(lease, begin, places[at : at + n])
+            slots[lease.number] = torch.from_numpy(
+                moved_slots(
+                    self.wire, lease.rows, lease.begin, begin, places[at : at + n], lease.spans, lease.out.numpy()
+                )
+            )
             at += n
         sent = rows.copy()
         sent[:, self.wire.everywhere] = rows[self.rank, self.wire.everywhere]
@@ -398,42 +364,6 @@ class RemoteFront:
         if not self.wire.everywhere.any():
             return lease.ids, lease.rows
         return lease.ids[np.repeat((lease.rows == lease.sent).ravel(), lease.sent.ravel())], lease.rows
-
-    def _union(
-        self, lists: Sequence[tuple[np.ndarray, np.ndarray]], active: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of (ids in wire order, their counts) each: (distinct ids, their counts, for each id given its place among
-        those of its rank and piece); ids of pieces that are not active count as absent."""
-        sizes = np.stack([counts.ravel() for _, counts in lists], axis=1)  # by block and list
-        firsts = np.stack([starts_of(counts).ravel() for _, counts in lists], axis=1)
-        firsts += np.cumsum([0] + [len(ids) for ids, _ in lists[:-1]])
-        sizes = np.where(np.tile(active, self.world)[:, None], sizes, 0)
-        ranges = np.stack([firsts.ravel(), (firsts + sizes).ravel()], axis=1)
-        ends = np.arange(len(sizes) + 1) * len(lists)
-        every = np.concatenate([ids for ids, _ in lists])
-        unique, counts, positions = distinct(every, ranges, ends)
-        places = np.zeros(len(every), dtype=np.int32)
-        within = np.arange(len(unique), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
-        spread(ranges, ends, counts, positions, within, places)
-        return unique, counts.reshape(self.world, -1), places
-
-    def _moved_slots(self, lease: Remote, begin: np.ndarray, places: np.ndarray) -> Tensor:
-        """The slots of a lease's ids among the rows of a union, in which block (rank, piece) begins at ``begin``."""
-        counts = lease.rows.ravel()
-        within = np.arange(len(places)) - np.repeat(starts_of(lease.rows).ravel(), counts)
-        piece = np.repeat(np.tile(np.arange(len(self.wire)), self.world), counts)
-        hashed = np.array([p.route == HASH for p in self.wire.pieces], dtype=np.bool_)[piece]
-        old = np.where(hashed, within + np.repeat(lease.begin.ravel(), counts), within)
-        new = np.where(hashed, places + np.repeat(begin.ravel(), counts), places)
-        out = lease.out.clone()
-        slots = out.numpy()
-        for t, spans in lease.spans.items():
-            mine = np.flatnonzero(piece == self.wire.of_table[t][0])
-            to = np.zeros(int(old[mine].max(initial=-1)) + 1, dtype=np.int32)
-            to[old[mine]] = new[mine]
-            for first, last in spans:
-                slots[first:last] = to[slots[first:last]]
-        return out
 
     def zeros(self, joined: Joined) -> tuple[list[Tensor], list[Tensor]]:
         """(by dimension, by piece): rows of zeros that an update's gradients are summed into."""
@@ -510,26 +440,6 @@ class RemoteFront:
     def close(self) -> None:
         """Close the local store."""
         self.local.close()
-
-
-def agreed(error: Exception) -> Exception:
-    """Mark an error that every rank raises."""
-    error.agreed = True  # type: ignore[attr-defined]
-    return error
-
-
-def is_agreed(error: BaseException) -> bool:
-    """Whether every rank raises it, so that nobody has to be told."""
-    return getattr(error, "agreed", False)
-
-
-def _fault(error: Exception | None, said: Sequence[bytes]) -> Exception:
-    """The own error, or that of the first rank that has one."""
-    if error is not None:
-        return error
-    rank = next(rank for rank, text in enumerate(said) if text)
-    kind, _, message = said[rank].decode(errors="replace").partition("\n")
-    return RemoteFault.of(rank, kind, message)
 
 
 def _spans(features: Tensor, offsets: Tensor | None) -> dict[int, list[tuple[int, int]]]:

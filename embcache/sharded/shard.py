@@ -142,7 +142,7 @@ def _hand_over(store: EmbeddingStore, sharded: ShardedStore) -> None:
                 owners = sharded.plan.owner(store.names[piece.table], ids.numpy())
                 keep = torch.from_numpy(np.flatnonzero(owners == sharded.lanes.rank))
                 ids, rows = ids[keep], rows[keep]
-            sharded.local.put_raw_rows(p, ids, sharded.cut(piece, rows))
+            sharded.local.put_raw_rows(p, ids, sharded.front.cut(p, rows))
 
 
 def _replace(model: nn.Module, old: EmbeddingStore, new: ShardedStore) -> None:

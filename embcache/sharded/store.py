@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import zlib
-from collections.abc import Mapping, MutableSequence, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,13 @@ from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import BadConfig, NonFiniteGradient, NotSupported, RemoteFault, StaleLookup
+from ..lookahead import AUTO_DEPTH, LookAhead
 from ..optim import HYPER, LR, MULTIPLIER, C
 from ..options import Counts
 from ..staged import Gathered, Handle, Part, Update, join
 from ..store import EmbeddingStore
-from .front import FLAG, Joined, Remote, RemoteFront, is_agreed
+from .front import Joined, Remote, RemoteFront
+from .meeting import is_agreed, meet
 from .plan import Piece, ShardingPlan
 
 __all__ = ["ShardedStore", "local_table", "local_tables"]
@@ -109,6 +111,7 @@ class ShardedStore(EmbeddingStore):
         self._normed = False  # owners renormalise what they return
         self._gathering()
         self.recovered_from, self._checkpoints = local.recovered_from, None
+        self._flushed = self._saved = 0
         self._ready: _Ready | None = None
 
     @property
@@ -158,6 +161,25 @@ class ShardedStore(EmbeddingStore):
                 raise
             self.front.refuse(error)
             raise
+
+    def lookahead(
+        self,
+        loader: Iterable[Any],
+        depth: int | Literal["auto"] = 1,
+        *,
+        ids: Callable[[Any], Any] | None = None,
+        window: int = 0,
+        training: bool = True,
+    ) -> LookAhead:
+        """Collective: as ``EmbeddingStore.lookahead``, every rank with as many batches. With ``depth="auto"`` rows that
+        do not fit into an owner's cache get memory beyond it instead of waiting, which ranks could not agree on. Where
+        it ends early, what was due is staged first, since other ranks may have begun it."""
+        waits = depth == "auto"
+        stage = self.front.ahead(
+            lambda jagged, overflow: self._stage_ahead(jagged, overflow or waits, training), training
+        )
+        depth = AUTO_DEPTH if depth == "auto" else depth
+        return LookAhead(stage, loader, depth, ids, window, self.announce if window else None, steady=True)
 
     def read_part(self, part: Part, out_dtype: int) -> Tensor:
         """Collective unless the rows were read since the last step."""
@@ -220,17 +242,17 @@ class ShardedStore(EmbeddingStore):
         rows = np.zeros((self.plan.world, 2), dtype=np.int64)
         rows[:] = self.problem is not None, found
         try:
-            heads, _ = self.front._meet(self.lanes.grads, signature, error, None, rows)
+            heads, _ = meet(self.lanes.grads, signature, error, None, rows)
         except BaseException:
             if ready is not None and ready.joined.own:
                 ready.joined.handle.release()
             raise
         self._ready = ready
-        bad = np.flatnonzero(heads[:, FLAG + 2])
+        bad = np.flatnonzero(heads[:, 0])
         if len(bad) and self.problem is None:
             self.problem = RemoteFault.of(int(bad[0]), NonFiniteGradient.__name__, "a gradient is not finite")  # type: ignore[assignment]
             self._marked[:] = float("nan")
-        return bool(heads[:, FLAG + 3].any())
+        return bool(heads[:, 1].any())
 
     def _prepared(self) -> _Ready | None:
         pending = self._pending
@@ -282,15 +304,33 @@ class ShardedStore(EmbeddingStore):
         )
         return buffers
 
-    # rows by id -------------------------------------------------------------------------------------------------
+    # rows by id: every call is collective, each rank gives ids of its own ------------------------------------------
 
-    def cut(self, piece: Piece, rows: Tensor) -> Tensor:
-        """A piece's part of whole rows of its table."""
-        if piece.columns == (0, self.tables[piece.table].embedding_dim):
-            return rows
-        raise NotSupported("rows of tables that are split by column")
+    def _checked(self, t: int, ids: Tensor) -> Tensor:
+        error, checked = None, torch.empty(0, dtype=torch.int64)
+        try:
+            checked = super()._checked(t, ids)
+        except Exception as problem:
+            error = problem
+        meet(self.lanes.rows, zlib.crc32(b"ids", t), error)
+        return checked
+
+    @property
+    def generation(self) -> int:
+        """Of this rank's store."""
+        return self.local.generation
 
     # the store as a whole ---------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Collective: as ``EmbeddingStore.stats``; rows written are counted over all ranks, the rest is this rank's."""
+        return super().stats()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingStore:
+        raise NotSupported("copying a sharded store: copy the model before ec.shard")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise NotSupported("pickling a sharded store: it belongs to a group of processes")
 
     def close(self) -> None:
         """Close this rank's store; the lanes stay, other stores may use them."""

@@ -41,7 +41,8 @@ def many(rank: ranks.Rank, cases: list[dict[str, Any]]) -> list[Any]:
         model = Model(RULES[case["rule"]], [ec.tiers.Unplaced()], integers=case["integers"], weighted=case["weighted"])
         ec.shard(model, plan_of(case["plan"], rank.world), tiers=[ec.tiers.Ram()], lanes=lanes)
         data = Data(case["seed"], case["steps"], case["size"], case["integers"], case["weighted"])
-        losses = train(model, data, rank.rank, rank.world, 0, case["steps"], case.get("micro", 1))
+        ways = {key: case[key] for key in ("micro", "depth") if key in case}
+        losses = train(model, data, rank.rank, rank.world, 0, case["steps"], **ways)
         pins = [s.front.pins() for s in (model.pooled.store, model.rows.store)]
         out.append((losses, rows_of(model), pins))
     lanes.close()
@@ -79,3 +80,12 @@ def test_integer_data_is_equal_in_every_bit(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_one_step_from_equal_state(world: int) -> None:
     check(world, [case(rule, plan, integers=False, steps=1) for rule in RULES for plan in ("row_wise", "mixed")], 1e-6)
+
+
+def test_micro_batches_and_look_ahead_change_no_bit() -> None:
+    cases = [
+        case("sgd", plan, integers=True, steps=4, **ways)
+        for plan in ("row_wise", "mixed")
+        for ways in ({"micro": 3}, {"depth": 2}, {"micro": 2, "depth": 3, "weighted": True})
+    ]
+    check(2, cases, None, delays=3)

@@ -117,18 +117,27 @@ def loss_of(outputs: list[Tensor], integers: bool, count: int) -> Tensor:
     return total
 
 
-def train(model: Model, data: Data, rank: int, world: int, first: int, last: int, micro: int = 1) -> list[float]:
-    """Steps of the data; losses."""
+def train(
+    model: Model, data: Data, rank: int, world: int, first: int, last: int, micro: int = 1, depth: int = 0
+) -> list[float]:
+    """Steps of the data; losses. ``depth``: batches of the pooled tables are staged ahead, one more than is used."""
     optimizer = ec.optim.SparseOptimizer(model)
     losses = []
-    for step in range(first, last):
-        at = data.share(step, rank, world)
+    batches = []
+    for step in range(first, last + 1):
+        at = data.share(step % len(data.bags), rank, world)
         edges = np.linspace(at.start, at.stop, micro + 1).astype(int)
-        for lo, hi in pairwise(edges):
-            loss = loss_of(model(*data.batch(step, slice(lo, hi))), data.integers, data.size)
+        batches.append([data.batch(step % len(data.bags), slice(lo, hi)) for lo, hi in pairwise(edges)])
+    flat = iter([batch for step in batches for batch in step])
+    ahead = model.pooled.store.lookahead(flat, depth, ids=lambda batch: batch[0]) if depth else flat
+    for _ in range(first, last):
+        for _ in range(micro):
+            loss = loss_of(model(*next(ahead)), data.integers, data.size)
             loss.backward()
             losses.append(float(loss.detach()))
         optimizer.step()
+    if depth:
+        ahead.close()
     return losses
 
 
