@@ -1,5 +1,5 @@
-"""Rows by id, wherever they live: reading, replacing, deleting, walking. Every call is collective: all ranks make it, each
-with its own ids (or none), in the same order as the others."""
+"""Rows by id, wherever they live: reading, replacing, deleting, walking. Every call is collective: all ranks make it,
+each with its own ids (or none), in the same order as the others."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RemoteRows:
         for p in self.of_table(t):
             mine = self.cut(p, rows).contiguous().numpy()
             keys, came = self._to_holders("load", p, ids.numpy(), mine)
-            self._agreed(p, lambda p=p, keys=keys, came=came: self._put(p, keys, came))  # type: ignore[misc]
+            self._agreed(p, lambda p=p, keys=keys, came=came: self._put(p, keys, came))
 
     def _put(self, p: int, keys: np.ndarray, rows: np.ndarray) -> None:
         if len(keys):
@@ -99,7 +99,7 @@ class RemoteRows:
         for p in self.of_table(t):
             nothing = np.empty((ids.numel(), 0), dtype=np.uint8)
             keys, _ = self._to_holders("delete", p, ids.numpy(), nothing)
-            self._agreed(p, lambda p=p, keys=keys: self.local.front.delete(p, torch.from_numpy(keys).unique()))  # type: ignore[misc]
+            self._agreed(p, lambda p=p, keys=keys: self.local.front.delete(p, torch.from_numpy(keys).unique()))
 
     def _to_holders(self, what: str, p: int, ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(ids, rows) that all ranks have for this one, in rank order."""
@@ -171,14 +171,19 @@ class RemoteRows:
                 counts,
             )
             rows = answer.numpy().reshape(-1, width)
-            keys = np.ascontiguousarray(rows[:, :8]).view(np.uint64).reshape(-1)
+            came = _keys(rows)
             ends = np.cumsum(heads[:, 1])
-            open_ends = [keys[end - 1] for end, done in zip(ends, heads[:, 0], strict=True) if not done]
-            good = keys <= min(open_ends) if open_ends else np.ones(len(keys), dtype=np.bool_)
-            order = np.argsort(keys[good], kind="stable")
+            bounds = [came[end - 1] for end, done in zip(ends, heads[:, 0], strict=True) if not done]
+            good = came <= min(bounds) if bounds else np.ones(len(came), dtype=np.bool_)
+            order = np.argsort(came[good], kind="stable")
             if len(order):
                 chosen = np.ascontiguousarray(rows[good][order])
-                yield torch.from_numpy(keys[good][order].view(np.int64)), torch.from_numpy(chosen[:, 8:].copy())
-            if not open_ends:
+                yield torch.from_numpy(came[good][order].view(np.int64)), torch.from_numpy(chosen[:, 8:].copy())
+            if not bounds:
                 return
-            held = held[np.count_nonzero(np.ascontiguousarray(part[:, :8]).view(np.uint64) <= min(open_ends)) :]
+            held = held[np.count_nonzero(_keys(part) <= min(bounds)) :]
+
+
+def _keys(packed: np.ndarray) -> np.ndarray:
+    """uint64 [n]: the ids in front of packed rows."""
+    return np.ascontiguousarray(packed[:, :8]).view(np.uint64).reshape(-1)

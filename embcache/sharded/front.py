@@ -28,26 +28,9 @@ from .by_id import RemoteRows
 from .exchange import WireOrder, begins_of, moved_slots, pack_ids, route, starts_of, union, unpack_ids
 from .meeting import HEAD, meet
 from .plan import ALL, HASH, Piece, ShardingPlan
+from .wire import Wire
 
 RELEASED = "this lease was released: stage the batch again"
-
-
-class _Plain:
-    """Rows as they are."""
-
-    name = "fp32"
-
-    def row_bytes(self, dim: int) -> int:
-        return 4 * dim
-
-    def widths(self, dims: np.ndarray) -> np.ndarray:
-        return 4 * dims
-
-    def encode(self, rows: Tensor, out: Tensor) -> None:
-        out.copy_(rows.view(torch.uint8).view(-1))
-
-    def decode(self, packed: Tensor, out: Tensor) -> None:
-        out.view(torch.uint8).view(-1).copy_(packed)
 
 
 class Remote:
@@ -102,7 +85,8 @@ class Joined(NamedTuple):
 class RemoteFront(RemoteRows):
     """What a store's modules, handles and optimizer ask of a front, with rows that live elsewhere.
 
-    ``stage`` meets the other ranks on lane ``ids`` (on a look-ahead's thread on a road of its own); lookups meet on lane ``rows``, updates on lane ``grads``.
+    ``stage`` meets the other ranks on lane ``ids`` (on a look-ahead's thread on a road of its own), lookups on lane
+    ``rows``, updates on lane ``grads``.
     """
 
     def __init__(self, plan: ShardingPlan, pieces: Sequence[Piece], local: EmbeddingStore, lanes: Any) -> None:
@@ -110,7 +94,8 @@ class RemoteFront(RemoteRows):
         self.world, self.rank = lanes.world, lanes.rank
         limits = {piece.table: table.num_embeddings for piece, table in zip(pieces, local.tables, strict=True)}
         self.wire = WireOrder(pieces, [limits[t] for t in range(len(limits))], self.world, self.rank)
-        self.codec = _Plain()
+        self.codec = Wire(plan.wire)
+        self._row_bytes = np.array([self.codec.row_bytes(int(dim)) for dim in self.wire.dims], dtype=np.int64)
         self._map = plan.map
         self._keys = [local.tables[p].feature_names[rank] for rank in range(self.world) for p in self.wire.order]
         self._names = tuple(self._keys)
@@ -218,8 +203,11 @@ class RemoteFront(RemoteRows):
                 rows = self.local.read_part(self._readable(lease, asked), 0)
             except Exception as problem:
                 error = problem
-        rows = self._moved(self.lanes.rows, zlib.crc32(b"rows", lease.number), error, rows, asked, lease.rows)
-        return self._slabs(rows, lease.rows, lease.begin)
+        classes = self.wire.classes
+        buffers = [torch.empty(int(lease.rows[:, c].sum()), dim) for dim, c in classes] if len(classes) > 1 else []
+        signature = zlib.crc32(b"rows", lease.number)
+        rows = self._moved(self.lanes.rows, signature, error, rows, asked, lease.rows, buffers)
+        return self._by_piece(buffers or [rows.view(-1, classes[0][0])], lease.begin)
 
     def _readable(self, lease: Remote, asked: np.ndarray) -> Part:
         """The local part without what other ranks have copies of."""
@@ -243,43 +231,51 @@ class RemoteFront(RemoteRows):
         rows: Tensor,
         going: np.ndarray,
         coming: np.ndarray,
+        buffers: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Exchange fp32 rows in wire order: ``rows`` has ``going`` [W, P] of them, the result ``coming``. ``signature``
-        None: the ranks have met already."""
-        widths, plain = self.codec.widths(self.wire.dims), self.codec.name == "fp32"
+        """Exchange fp32 rows in wire order: ``rows`` has ``going`` [W, P] of them, the result ``coming``, unless these
+        go into ``buffers``, one for each dimension. ``signature`` None: the ranks have met already."""
         sent, back = going.copy(), coming.copy()
-        if not plain:  # the own part does not pass the codec
+        if not self.codec.exact:  # the own part does not pass the codec
             sent[self.rank] = back[self.rank] = 0
-        packed = torch.empty(0, dtype=torch.uint8)
-        if error is None:
-            packed = rows.view(torch.uint8) if plain else self._encoded(rows, going, int((sent @ widths).sum()))
+        splits, sizes, packed = sent @ self._row_bytes, back @ self._row_bytes, torch.empty(0, dtype=torch.uint8)
+        if error is None and self.codec.exact:
+            packed = rows.view(torch.uint8)
+        elif error is None:
+            packed = torch.empty(int(splits.sum()), dtype=torch.uint8)
+            others = [(block, None) for rank, block in self._blocks(rows, going) if rank != self.rank]
+            self.codec.encode_many(others, packed)
         if signature is None:
-            answer = lane.submit(lane.all_to_all, (packed, sent @ widths), back @ widths).result()
+            answer = lane.submit(lane.all_to_all, (packed, splits), sizes).result()
         else:
-            _, answer = meet(lane, signature, error, lambda heads: (packed, sent @ widths, back @ widths))
-        return answer.view(torch.float32) if plain else self._decoded(answer, rows, going, coming)
+            _, answer = meet(lane, signature, error, lambda heads: (packed, splits, sizes))
+        return self._unpacked(answer, rows, going, coming, buffers)
 
-    def _encoded(self, rows: Tensor, going: np.ndarray, nbytes: int) -> Tensor:
-        packed, at = torch.empty(nbytes, dtype=torch.uint8), 0
-        for rank, block in self._blocks(rows, going):
-            if rank != self.rank:
-                size = block.shape[0] * self.codec.row_bytes(block.shape[1])
-                self.codec.encode(block, packed[at : at + size])
-                at += size
-        return packed
-
-    def _decoded(self, packed: Tensor, rows: Tensor, going: np.ndarray, coming: np.ndarray) -> Tensor:
-        out, at = torch.empty(int((coming @ self.wire.dims).sum())), 0
-        first = int((going[: self.rank] @ self.wire.dims).sum())
-        for rank, block in self._blocks(out, coming):
-            if rank == self.rank:
-                block.copy_(rows[first : first + block.numel()].view(block.shape))
-                first += block.numel()
-            else:
-                size = block.shape[0] * self.codec.row_bytes(block.shape[1])
-                self.codec.decode(packed[at : at + size], block)
-                at += size
+    def _unpacked(
+        self, answer: Tensor, rows: Tensor, going: np.ndarray, coming: np.ndarray, buffers: Sequence[Tensor]
+    ) -> Tensor:
+        if self.codec.exact and not buffers:
+            return answer.view(torch.float32)
+        out = torch.empty(0 if buffers else int((coming @ self.wire.dims).sum()))
+        targets = list(self._targets(coming, buffers) if buffers else self._blocks(out, coming))
+        if self.codec.exact:
+            for (_, target), (_, block) in zip(targets, self._blocks(answer.view(torch.float32), coming), strict=True):
+                target.copy_(block)
+            return out
+        self.codec.decode_many(answer, [(target, None) for rank, target in targets if rank != self.rank])
+        own = [block for rank, block in self._blocks(rows, going) if rank == self.rank]
+        for target, block in zip([target for rank, target in targets if rank == self.rank], own, strict=True):
+            target.copy_(block)
         return out
+
+    def _targets(self, coming: np.ndarray, buffers: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """(rank, rows) as ``_blocks``, in a buffer for each dimension."""
+        done = [0] * len(buffers)
+        for rank in range(self.world):
+            for k, (_, columns) in enumerate(self.wire.classes):
+                n = int(coming[rank, columns].sum())
+                yield rank, buffers[k][done[k] : done[k] + n]
+                done[k] += n
 
     def _blocks(self, rows: Tensor, counts: np.ndarray) -> Iterator[tuple[int, Tensor]]:
         """(rank, rows [n, D]) of fp32 rows in wire order: what goes to, or came from, a rank in one dimension."""
@@ -289,14 +285,6 @@ class RemoteFront(RemoteRows):
                 n = int(counts[rank, columns].sum())
                 yield rank, rows[at : at + n * dim].view(n, dim)
                 at += n * dim
-
-    def _slabs(self, rows: Tensor, counts: np.ndarray, begin: np.ndarray) -> list[Tensor]:
-        """fp32 rows in wire order as the kernels read them, by piece."""
-        classes = self.wire.classes
-        if len(classes) == 1:
-            return self._by_piece([rows.view(-1, classes[0][0])], begin)
-        blocks = [block for _, block in self._blocks(rows, counts)]
-        return self._by_piece([torch.cat(blocks[k :: len(classes)]) for k in range(len(classes))], begin)
 
     def _by_piece(self, buffers: list[Tensor], begin: np.ndarray) -> list[Tensor]:
         """Slabs uint8 [n, 4 D]: of pieces routed by bucket all rows of their dimension, else from the piece's on."""

@@ -80,7 +80,8 @@ def test_rows_are_read_replaced_deleted_and_walked_wherever_they_live(world: int
             rows = torch.cat([block[1] for block in result[name]["walk"]])
             assert rows[ids.tolist().index(29)].tolist() == [29.0] * 4
     owned = [result["local"] for result in results]
-    assert sum(o["a"] for o in owned) == results[0]["a"]["count"] and min(o["a"] for o in owned) > 0
+    assert sum(o["a"] for o in owned) == results[0]["a"]["count"]
+    assert min(o["a"] for o in owned) > 0
     assert [o["b"] > 0 for o in owned] == [rank == 1 for rank in range(world)]
     assert all(o["c"] == results[0]["c"]["count"] for o in owned)
     for rank, result in enumerate(results):

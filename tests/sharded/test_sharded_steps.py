@@ -39,7 +39,9 @@ def many(rank: ranks.Rank, cases: list[dict[str, Any]]) -> list[Any]:
     for case in cases:
         torch.manual_seed(0)
         model = Model(RULES[case["rule"]], [ec.tiers.Unplaced()], integers=case["integers"], weighted=case["weighted"])
-        ec.shard(model, plan_of(case["plan"], rank.world), tiers=[ec.tiers.Ram()], lanes=lanes)
+        ec.shard(
+            model, plan_of(case["plan"], rank.world, case.get("wire", "fp32")), tiers=[ec.tiers.Ram()], lanes=lanes
+        )
         data = Data(case["seed"], case["steps"], case["size"], case["integers"], case["weighted"])
         ways = {key: case[key] for key in ("micro", "depth") if key in case}
         losses = train(model, data, rank.rank, rank.world, 0, case["steps"], **ways)
@@ -89,3 +91,15 @@ def test_micro_batches_and_look_ahead_change_no_bit() -> None:
         for ways in ({"micro": 3}, {"depth": 2}, {"micro": 2, "depth": 3, "weighted": True})
     ]
     check(2, cases, None, delays=3)
+
+
+def test_wires_round_what_travels_and_nothing_else() -> None:
+    exact = [
+        case("sgd", plan, integers=True, steps=1, wire=wire)
+        for plan in ("row_wise", "mixed")
+        for wire in ("bf16", "fp16")
+    ]
+    check(2, exact, None)
+    check(2, [case("adagrad", "mixed", integers=False, steps=1, wire="fp16")], 2e-3)
+    check(2, [case("sgd", "mixed", integers=False, steps=1, wire="bf16")], 2e-2)
+    check(3, [case("sgd", "row_wise", integers=False, steps=1, wire="int8")], 5e-2)
