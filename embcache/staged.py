@@ -69,7 +69,8 @@ class Part:
         self._given = given.values(), given.offsets(), given.weights_or_none()
         self._given_seen = _versions(*self._given)
         self._front = front
-        self.lease = front.stage(self.features, batch.values(), self.offsets, training, overflow=overflow)
+        more = {"weights": self.weights} if front.takes_weights else {}
+        self.lease = front.stage(self.features, batch.values(), self.offsets, training, overflow=overflow, **more)
         self._holders = 1
 
     def hold(self) -> None:

@@ -51,6 +51,8 @@ class Front(FrontRows):
         below: the tiers below, nearest first.
     """
 
+    takes_weights = False  # ``stage`` is told the weights of the ids: by fronts that have others pool
+
     def __init__(
         self, tables: Sequence[TableConfig], engines: Sequence[DirectTable | HotTable], below: Sequence[BackTier]
     ) -> None:

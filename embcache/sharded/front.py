@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import StaleLookup
+from ..errors import NotSupported, StaleLookup
 from ..jagged import KeyedJaggedTensor
 from ..layout import BAGS, FIRST, OFFSET, TABLE
 from ..staged import Handle, Part
@@ -28,8 +28,10 @@ from .by_id import RemoteRows
 from .exchange import WireOrder, begins_of, moved_slots, pack_ids, route, starts_of, union, unpack_ids
 from .meeting import HEAD, meet
 from .plan import ALL, HASH, Piece, ShardingPlan
+from .pooling import Pooled, Reduced, local_layout, reduced, split_bags
 from .wire import Wire
 
+Classes = Sequence[tuple[int, slice]]
 RELEASED = "this lease was released: stage the batch again"
 
 
@@ -44,12 +46,13 @@ class Remote:
         rows, begin: int64 [W, P], rows that come back, and where those of a rank and piece begin in their dimension.
         spans: positions of the ids of each table in the part.
         handle: of the local store, on what was received; None with the ``error`` that kept it from being staged.
-        slabs: by piece, the rows as they were at ``version`` of the store.
+        pooled: the features whose bags their owners pool; ``reduced``: the part as it then reads.
+        slabs: by piece and pooled feature, the rows as they were at ``version`` of the store.
     """
 
     __slots__ = (
-        "begin", "error", "handle", "ids", "number", "open", "out", "received", "received_ids", "rows", "sent", "slabs",
-        "spans", "training", "version",
+        "begin", "error", "handle", "ids", "number", "open", "out", "pooled", "received", "received_ids", "reduced",
+        "rows", "sent", "slabs", "spans", "training", "version",
     )  # fmt: skip
 
     def __init__(self, number: int, training: bool) -> None:
@@ -59,6 +62,8 @@ class Remote:
         self.out: Tensor = torch.empty(0, dtype=torch.int32)
         self.handle: Handle | None = None
         self.error: Exception | None = None
+        self.pooled: Pooled | None = None
+        self.reduced: Reduced | None = None
         self.slabs: list[Tensor] = []
         self.spans: dict[int, list[tuple[int, int]]] = {}
         self.version = -1
@@ -80,6 +85,16 @@ class Joined(NamedTuple):
     slots: dict[int, Tensor] | None  # by lease number; None: those of the only lease
     handle: Handle
     own: bool  # whether the handle was staged for this update
+    pooled: list[Pooled]  # of the leases
+
+
+class View(NamedTuple):
+    """Arguments of a lookup."""
+
+    features: Tensor
+    slots: Tensor
+    offsets: Tensor | None
+    weights: Tensor | None
 
 
 class RemoteFront(RemoteRows):
@@ -89,13 +104,17 @@ class RemoteFront(RemoteRows):
     ``rows``, updates on lane ``grads``.
     """
 
-    def __init__(self, plan: ShardingPlan, pieces: Sequence[Piece], local: EmbeddingStore, lanes: Any) -> None:
+    takes_weights = True
+
+    def __init__(
+        self, plan: ShardingPlan, pieces: Sequence[Piece], local: EmbeddingStore, lanes: Any, bags: int = 0
+    ) -> None:
+        self._bags = bags
         self.plan, self.pieces, self.local, self.lanes = plan, list(pieces), local, lanes
         self.world, self.rank = lanes.world, lanes.rank
         limits = {piece.table: table.num_embeddings for piece, table in zip(pieces, local.tables, strict=True)}
         self.wire = WireOrder(pieces, [limits[t] for t in range(len(limits))], self.world, self.rank)
         self.codec = Wire(plan.wire)
-        self._row_bytes = np.array([self.codec.row_bytes(int(dim)) for dim in self.wire.dims], dtype=np.int64)
         self._map = plan.map
         self._keys = [local.tables[p].feature_names[rank] for rank in range(self.world) for p in self.wire.order]
         self._names = tuple(self._keys)
@@ -136,40 +155,153 @@ class RemoteFront(RemoteRows):
         return self._roads[road], self._numbers[road] << 2 | road
 
     def stage(
-        self, features: Tensor, values: Tensor, offsets: Tensor | None, training: bool, *, overflow: bool = True
+        self,
+        features: Tensor,
+        values: Tensor,
+        offsets: Tensor | None,
+        training: bool,
+        *,
+        overflow: bool = True,
+        weights: Tensor | None = None,
     ) -> Remote:
         """Collective. Tell the owners which rows are needed; they make them resident and pin them."""
+        pooled = self._split_bags(features, values, offsets, weights)
         lane, number = self._next()
         lease = Remote(number, training)
+        lease.pooled = pooled
         ids = values.to(torch.int64).contiguous().numpy()
-        lease.spans = _spans(features, offsets)
+        lease.spans = _spans(features, offsets, set() if pooled is None else set(pooled.tables.tolist()))
         ranges = np.array([span for spans in lease.spans.values() for span in spans], dtype=np.int64).reshape(-1, 2)
         ends = np.cumsum([0] + [len(spans) for spans in lease.spans.values()])
         routed = route(self.wire, self._map, list(lease.spans), ids, ranges, ends, training)
         lease.sent, lease.ids, lease.rows, lease.begin = routed.sent, routed.ids, routed.rows, routed.begin
         lease.out = torch.from_numpy(routed.slots)
-        packed = pack_ids(lease.ids, lease.sent, self.wire.widths)
-        signature = zlib.crc32(features[:, :2].contiguous().numpy().tobytes(), lease.number << 1 | training)
+        signature = zlib.crc32(features[:, :2].contiguous().numpy().tobytes(), number << 2 | training << 1)
+        signature = zlib.crc32(bytes([pooled is not None and weights is not None]), signature)
         heads, answer = meet(
-            lane, signature, None, lambda heads: self._exchange_ids(packed, lease, heads),
-            np.column_stack([np.full(self.world, not overflow, dtype=np.int64), lease.sent]),
-        )  # fmt: skip
-        lease.received = np.ascontiguousarray(heads[:, 1:])
-        lease.received_ids = unpack_ids(answer.numpy(), lease.received, self.wire.widths)
-        try:
-            lease.handle = self._local(lease.received_ids, lease.received, training, not heads[:, 0].any())
-        except Exception as error:
-            lease.error = error
+            lane,
+            signature,
+            None,
+            lambda heads: self._exchange_ids(lease, heads[:, HEAD:], weights),
+            self._heads(not overflow, lease.sent, pooled),
+        )
+        self._own(lease, heads, answer.numpy(), training, weights is not None)
         return lease
 
-    def _exchange_ids(self, packed: np.ndarray, lease: Remote, heads: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
-        received = heads[:, HEAD + 1 :]
-        return torch.from_numpy(packed), lease.sent @ self.wire.widths, received @ self.wire.widths
+    def _heads(self, strict: bool = False, sent: np.ndarray | None = None, pooled: Pooled | None = None) -> np.ndarray:
+        """What a stage says to each rank; as wide whatever is staged."""
+        n = len(self.wire)
+        heads = np.zeros((self.world, 1 + n + 2 * self._bags), dtype=np.int64)
+        heads[:, 0] = strict
+        if sent is not None:
+            heads[:, 1 : 1 + n] = sent
+        if pooled is not None:
+            at, count = 1 + n, len(pooled.numbers)
+            heads[:, at : at + count], heads[:, at + self._bags : at + self._bags + count] = pooled.bags, pooled.items
+        return heads
+
+    def _heard(self, heads: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids, bags, items of bags) that the ranks ask for, of a stage with ``count`` pooled features."""
+        at = 1 + len(self.wire)
+        found = heads[:, 1:at], heads[:, at : at + count], heads[:, at + self._bags : at + self._bags + count]
+        return tuple(np.ascontiguousarray(part) for part in found)  # type: ignore[return-value]
+
+    def _split_bags(
+        self, features: Tensor, values: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> Pooled | None:
+        at = features.numpy()
+        numbers = np.array([k for k, t in enumerate(at[:, TABLE].tolist()) if self.pieces[t].pooled], dtype=np.int64)
+        if not len(numbers):
+            return None
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            raise NotSupported(
+                f"per_sample_weights that need a gradient, table {self.local.names[int(at[numbers[0], TABLE])]!r}: its "
+                "bags are pooled where its rows live (traffic='pooled'), give it traffic='rows'"
+            )
+        assert offsets is not None
+        mine = at[numbers][:, TABLE]
+        fixed = np.array([-1 if self.pieces[t].route == HASH else self.pieces[t].rank for t in mine], dtype=np.int64)
+        dims = [self.pieces[t].dim for t in mine]
+        ids, bounds = values.to(torch.int64).contiguous().numpy(), offsets.to(torch.int64).numpy()
+        return split_bags(at, numbers, mine, fixed, dims, self._map, ids, bounds, self.world)
+
+    def _exchange_ids(
+        self, lease: Remote, heads: np.ndarray, weights: Tensor | None
+    ) -> tuple[Any, np.ndarray, np.ndarray]:
+        """For each rank: ids whose rows are wanted, then ids, lengths and weights of bags to be pooled."""
+        packed, pooled = pack_ids(lease.ids, lease.sent, self.wire.widths), lease.pooled
+        received, bags, items = self._heard(heads, 0 if pooled is None else len(pooled.numbers))
+        splits, sizes = lease.sent @ self.wire.widths, received @ self.wire.widths
+        if pooled is None:
+            return torch.from_numpy(packed), splits, sizes
+        widths = self._id_widths(pooled)
+        pieces = [
+            (packed, splits),
+            (pack_ids(pooled.ids, pooled.items, widths), pooled.items @ widths),
+            (pooled.lengths.view(np.uint8), 4 * pooled.bags.sum(1)),
+        ]
+        sizes = sizes + items @ widths + 4 * bags.sum(1)
+        if weights is not None:
+            mine = weights.detach().to(torch.float32).numpy()[pooled.source]
+            pieces.append((mine.view(np.uint8), 4 * pooled.items.sum(1)))
+            sizes = sizes + 4 * items.sum(1)
+        cuts = [np.split(data, np.cumsum(size)[:-1]) for data, size in pieces]
+        every = [cut[rank] for rank in range(self.world) for cut in cuts]
+        return torch.from_numpy(np.concatenate(every)), sum(size for _, size in pieces), sizes
+
+    def _id_widths(self, pooled: Pooled) -> np.ndarray:
+        return self.wire.widths[[self.wire.order.index(int(p)) for p in pooled.pieces]]
+
+    def _own(self, lease: Remote, heads: np.ndarray, answer: np.ndarray, training: bool, weighted: bool) -> None:
+        """This rank's side of what all ranks asked for; an error waits for the lookup, where all ranks raise it."""
+        pooled, overflow = lease.pooled, not heads[:, 0].any()
+        lease.received, bags, items = self._heard(heads, 0 if pooled is None else len(pooled.numbers))
+        if pooled is None:
+            lease.received_ids = unpack_ids(answer, lease.received, self.wire.widths)
+        else:
+            widths = self._id_widths(pooled)
+            pooled.received_bags, pooled.received_items = bags, items
+            sizes = [
+                lease.received @ self.wire.widths,
+                pooled.received_items @ widths,
+                4 * pooled.received_bags.sum(1),
+                4 * pooled.received_items.sum(1) * weighted,
+            ]
+            parts = np.split(answer, np.cumsum(np.column_stack(sizes).ravel())[:-1])
+            rows, ids, lengths, weights = (np.concatenate(parts[k::4]) for k in range(4))
+            lease.received_ids = unpack_ids(rows, lease.received, self.wire.widths)
+            asked = unpack_ids(ids, items, widths), lengths.view(np.int32)
+        try:
+            lease.handle = self._local(lease.received_ids, lease.received, training, overflow)
+            if pooled is not None:
+                pooled.handle = self._local_bags(
+                    pooled, *asked, weights.view(np.float32) if weighted else None, training, overflow
+                )
+        except Exception as error:
+            lease.error = error
+
+    def _local_bags(
+        self,
+        pooled: Pooled,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None,
+        training: bool,
+        overflow: bool,
+    ) -> Handle:
+        layout = local_layout(pooled.pieces, pooled.dims, pooled.received_bags)
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(torch.from_numpy(lengths), 0, out=offsets[1:])
+        given = None if weights is None else torch.from_numpy(weights)
+        strides = tuple(pooled.received_bags.ravel().tolist())
+        batch = KeyedJaggedTensor.trusted(list(layout.names), torch.from_numpy(ids), given, offsets, strides)
+        part = Part(layout, batch, batch, self.local.front, training, overflow)
+        return Handle(batch, [part], torch.device("cpu"))
 
     def refuse(self, error: Exception) -> None:
         """Collective: take part in the other ranks' ``stage`` with an error; raises it."""
         lane, _ = self._next()
-        meet(lane, 0, error, None, np.zeros((self.world, 1 + len(self.wire)), dtype=np.int64))
+        meet(lane, 0, error, None, self._heads())
 
     def _local(self, ids: np.ndarray, counts: np.ndarray, training: bool, overflow: bool = True) -> Handle:
         """Rows that ranks ask of this one, in wire order, resident here."""
@@ -197,17 +329,37 @@ class RemoteFront(RemoteRows):
 
     def _read(self, lease: Remote) -> list[Tensor]:
         error, rows = lease.error, torch.empty(0)
-        asked = self.wire.rows_out(lease.received)
+        asked, pooled = self.wire.rows_out(lease.received), lease.pooled
+        going, coming, classes = asked, lease.rows, list(self.wire.classes)
+        if pooled is not None:
+            going, coming = np.hstack([asked, pooled.received_bags]), np.hstack([lease.rows, pooled.bags])
+            classes = self._classes([pooled])
         if error is None:
             try:
                 rows = self.local.read_part(self._readable(lease, asked), 0)
+                if pooled is not None:
+                    assert pooled.handle is not None
+                    sums = self.local.read_part(pooled.handle.parts[0], 0)
+                    rows = _interleaved(
+                        rows, asked @ self.wire.dims, sums, pooled.received_bags @ np.array(pooled.dims)
+                    )
             except Exception as problem:
                 error = problem
-        classes = self.wire.classes
-        buffers = [torch.empty(int(lease.rows[:, c].sum()), dim) for dim, c in classes] if len(classes) > 1 else []
+        buffers = [torch.empty(int(coming[:, c].sum()), dim) for dim, c in classes] if len(classes) > 1 else []
         signature = zlib.crc32(b"rows", lease.number)
-        rows = self._moved(self.lanes.rows, signature, error, rows, asked, lease.rows, buffers)
+        rows = self._moved(self.lanes.rows, signature, error, rows, going, coming, classes, buffers)
         return self._by_piece(buffers or [rows.view(-1, classes[0][0])], lease.begin)
+
+    def _classes(self, pooled: Sequence[Pooled]) -> list[tuple[int, slice]]:
+        """Blocks of a message: rows of each dimension, then the sums of each pooled feature."""
+        dims = [dim for each in pooled for dim in each.dims]
+        at = len(self.wire)
+        return [*self.wire.classes, *((dim, slice(at + k, at + k + 1)) for k, dim in enumerate(dims))]
+
+    def descriptions(self, pooled: Sequence[Pooled]) -> Tensor:
+        """The kernels' description of the pieces, and of the sums of pooled features as further ones."""
+        rows = [(dim, 0, 4 * dim, 0, 0, 0, 0, dim) for each in pooled for dim in each.dims]
+        return torch.cat([self.described, torch.tensor(rows, dtype=torch.int64)]) if rows else self.described
 
     def _readable(self, lease: Remote, asked: np.ndarray) -> Part:
         """The local part without what other ranks have copies of."""
@@ -231,71 +383,79 @@ class RemoteFront(RemoteRows):
         rows: Tensor,
         going: np.ndarray,
         coming: np.ndarray,
+        classes: Classes,
         buffers: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Exchange fp32 rows in wire order: ``rows`` has ``going`` [W, P] of them, the result ``coming``, unless these
-        go into ``buffers``, one for each dimension. ``signature`` None: the ranks have met already."""
+        """Exchange fp32 rows in wire order: ``rows`` has ``going`` [W, n] of them, the result ``coming``, unless these
+        go into ``buffers``, one for each of the ``classes`` (dimension, columns). ``signature`` None: the ranks have
+        met already."""
         sent, back = going.copy(), coming.copy()
         if not self.codec.exact:  # the own part does not pass the codec
             sent[self.rank] = back[self.rank] = 0
-        splits, sizes, packed = sent @ self._row_bytes, back @ self._row_bytes, torch.empty(0, dtype=torch.uint8)
+        splits, sizes, packed = (
+            self._bytes(sent, classes),
+            self._bytes(back, classes),
+            torch.empty(0, dtype=torch.uint8),
+        )
         if error is None and self.codec.exact:
             packed = rows.view(torch.uint8)
         elif error is None:
             packed = torch.empty(int(splits.sum()), dtype=torch.uint8)
-            others = [(block, None) for rank, block in self._blocks(rows, going) if rank != self.rank]
+            others = [(block, None) for rank, block in self._blocks(rows, going, classes) if rank != self.rank]
             self.codec.encode_many(others, packed)
         if signature is None:
             answer = lane.submit(lane.all_to_all, (packed, splits), sizes).result()
         else:
             _, answer = meet(lane, signature, error, lambda heads: (packed, splits, sizes))
-        return self._unpacked(answer, rows, going, coming, buffers)
+        return self._unpacked(answer, rows, going, coming, classes, buffers)
+
+    def _bytes(self, counts: np.ndarray, classes: Classes) -> np.ndarray:
+        return sum(counts[:, columns].sum(1) * self.codec.row_bytes(dim) for dim, columns in classes)
 
     def _unpacked(
-        self, answer: Tensor, rows: Tensor, going: np.ndarray, coming: np.ndarray, buffers: Sequence[Tensor]
+        self,
+        answer: Tensor,
+        rows: Tensor,
+        going: np.ndarray,
+        coming: np.ndarray,
+        classes: Classes,
+        buffers: Sequence[Tensor],
     ) -> Tensor:
         if self.codec.exact and not buffers:
             return answer.view(torch.float32)
-        out = torch.empty(0 if buffers else int((coming @ self.wire.dims).sum()))
-        targets = list(self._targets(coming, buffers) if buffers else self._blocks(out, coming))
+        out = torch.empty(0 if buffers else sum(int(coming[:, c].sum()) * dim for dim, c in classes))
+        targets = list(_targets(coming, classes, buffers) if buffers else self._blocks(out, coming, classes))
         if self.codec.exact:
-            for (_, target), (_, block) in zip(targets, self._blocks(answer.view(torch.float32), coming), strict=True):
+            came = self._blocks(answer.view(torch.float32), coming, classes)
+            for (_, target), (_, block) in zip(targets, came, strict=True):
                 target.copy_(block)
             return out
         self.codec.decode_many(answer, [(target, None) for rank, target in targets if rank != self.rank])
-        own = [block for rank, block in self._blocks(rows, going) if rank == self.rank]
+        own = [block for rank, block in self._blocks(rows, going, classes) if rank == self.rank]
         for target, block in zip([target for rank, target in targets if rank == self.rank], own, strict=True):
             target.copy_(block)
         return out
 
-    def _targets(self, coming: np.ndarray, buffers: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """(rank, rows) as ``_blocks``, in a buffer for each dimension."""
-        done = [0] * len(buffers)
-        for rank in range(self.world):
-            for k, (_, columns) in enumerate(self.wire.classes):
-                n = int(coming[rank, columns].sum())
-                yield rank, buffers[k][done[k] : done[k] + n]
-                done[k] += n
-
-    def _blocks(self, rows: Tensor, counts: np.ndarray) -> Iterator[tuple[int, Tensor]]:
-        """(rank, rows [n, D]) of fp32 rows in wire order: what goes to, or came from, a rank in one dimension."""
+    def _blocks(self, rows: Tensor, counts: np.ndarray, classes: Classes) -> Iterator[tuple[int, Tensor]]:
+        """(rank, rows [n, D]) of fp32 rows in wire order: what goes to, or came from, a rank in one class."""
         at = 0
         for rank in range(self.world):
-            for dim, columns in self.wire.classes:
+            for dim, columns in classes:
                 n = int(counts[rank, columns].sum())
                 yield rank, rows[at : at + n * dim].view(n, dim)
                 at += n * dim
 
     def _by_piece(self, buffers: list[Tensor], begin: np.ndarray) -> list[Tensor]:
-        """Slabs uint8 [n, 4 D]: of pieces routed by bucket all rows of their dimension, else from the piece's on."""
+        """Slabs uint8 [n, 4 D]: of pieces routed by bucket all rows of their dimension, else from the piece's on; then
+        those of sums."""
         slabs = list(self.none)
-        for buffer, (_, columns) in zip(buffers, self.wire.classes, strict=True):
+        for buffer, (_, columns) in zip(buffers, self.wire.classes, strict=False):
             whole = buffer.view(torch.uint8)
             for j in range(columns.start, columns.stop):
                 piece = self.wire.pieces[j]
                 first = 0 if piece.route == HASH else int(begin[self.rank if piece.route == ALL else piece.rank, j])
                 slabs[self.wire.order[j]] = whole[first:]
-        return slabs
+        return slabs + [buffer.view(torch.uint8) for buffer in buffers[len(self.wire.classes) :]]
 
     def features(self, features: Tensor) -> Tensor:
         """Those of tables as those of their pieces."""
@@ -304,13 +464,26 @@ class RemoteFront(RemoteRows):
         of_table: dict[int, list[int]] = {}
         for p, piece in enumerate(self.pieces):
             of_table.setdefault(piece.table, []).append(p)
-        rows = []
+        rows: list[list[int]] = []
         for row in features.tolist():
-            for p in of_table[row[TABLE]]:
+            if row[TABLE] >= len(self.pieces):  # sums
+                rows.append(row)
+            for p in of_table.get(row[TABLE], ()):
                 mine = list(row)
                 mine[TABLE], mine[OFFSET] = p, row[OFFSET] + self.pieces[p].columns[0]
                 rows.append(mine)
         return torch.tensor(rows, dtype=torch.int64).view(-1, 7)
+
+    def view(self, part: Part) -> View:
+        """What the kernels read of a part: its features by piece, slots, offsets, weights."""
+        lease: Remote = part.lease
+        if lease.pooled is None:
+            return View(self.features(part.features), self.slots(lease), part.offsets, part.float_weights())
+        if lease.reduced is None:
+            assert part.offsets is not None
+            lease.reduced = reduced(lease.pooled, part.features, part.offsets, part.weights, len(self.pieces))
+        seen = lease.reduced
+        return View(self.features(seen.features), seen.slots(self.slots(lease)), seen.offsets, seen.weights)
 
     # gradients --------------------------------------------------------------------------------------------------
 
@@ -321,11 +494,15 @@ class RemoteFront(RemoteRows):
         for lease in leases:
             if lease.error is not None:
                 raise lease.error
+        pooled = [lease.pooled for lease in leases if lease.pooled is not None]
+        for each in pooled:
+            assert each.handle is not None
+            each.handle.parts[0].slots()
         if len(leases) == 1 and (active | (leases[0].sent.sum(0) + leases[0].received.sum(0) == 0)).all():
             only = leases[0]
             only.part.slots()
             assert only.handle is not None
-            return Joined(only.sent, only.received, only.rows, only.begin, None, only.handle, False)
+            return Joined(only.sent, only.received, only.rows, only.begin, None, only.handle, False, pooled)
         ids, received, _ = union([(lease.received_ids, lease.received) for lease in leases], active)
         _, rows, places = union([self._asked(lease) for lease in leases], active)
         begin, slots, at = begins_of(self.wire, rows), {}, 0
@@ -345,7 +522,7 @@ class RemoteFront(RemoteRows):
         except BaseException:
             handle.release()
             raise
-        return Joined(sent, received, rows, begin, slots, handle, True)
+        return Joined(sent, received, rows, begin, slots, handle, True, pooled)
 
     def _asked(self, lease: Remote) -> tuple[np.ndarray, np.ndarray]:
         """(ids whose rows come back, int64 [W, P] of them)."""
@@ -354,26 +531,53 @@ class RemoteFront(RemoteRows):
         return lease.ids[np.repeat((lease.rows == lease.sent).ravel(), lease.sent.ravel())], lease.rows
 
     def zeros(self, joined: Joined) -> tuple[list[Tensor], list[Tensor]]:
-        """(by dimension, by piece): rows of zeros that an update's gradients are summed into."""
-        buffers = [torch.zeros(int(joined.rows[:, columns].sum()), dim) for dim, columns in self.wire.classes]
+        """(by class, by piece and pooled feature): rows of zeros that an update's gradients are summed into."""
+        coming = np.hstack([joined.rows, *(pooled.bags for pooled in joined.pooled)])
+        buffers = [torch.zeros(int(coming[:, columns].sum()), dim) for dim, columns in self._classes(joined.pooled)]
         return buffers, self._by_piece(buffers, joined.begin)
 
-    def send_gradients(self, joined: Joined, sums: list[Tensor]) -> Tensor:
-        """Exchange the sums of an update to the owners; the owner's: fp32 rows in wire order."""
+    def send_gradients(self, joined: Joined, sums: list[Tensor]) -> list[tuple[Part, Tensor]]:
+        """Exchange the sums of an update to the owners; what this rank applies: local parts with their gradients."""
+        classes = self._classes(joined.pooled)
+        going = np.hstack([joined.sent, *(pooled.bags for pooled in joined.pooled)])
+        coming = np.hstack([joined.received, *(pooled.received_bags for pooled in joined.pooled)])
         if len(sums) == 1 and not self.wire.everywhere.any():
             rows = sums[0].view(-1)
         else:
             rows = torch.cat([torch.empty(0), *self._outgoing(joined, sums)])
-        return self._moved(self.lanes.grads, None, None, rows, joined.sent, joined.received)
+        came = self._moved(self.lanes.grads, None, None, rows, going, coming, classes)
+        parts = [joined.handle.parts[0]]
+        parts += [pooled.handle.parts[0] for pooled in joined.pooled if pooled.handle is not None]
+        if len(parts) == 1:
+            return [(parts[0], came)]
+        widths = [joined.received @ self.wire.dims]
+        widths += [pooled.received_bags @ np.array(pooled.dims) for pooled in joined.pooled]
+        cuts = came.split(np.column_stack(widths).ravel().tolist())
+        return [(part, torch.cat(cuts[k :: len(parts)])) for k, part in enumerate(parts)]
+
+    def _rounded(self, block: Tensor) -> Tensor:
+        """What other ranks get of these rows."""
+        packed = torch.empty(block.shape[0] * self.codec.row_bytes(block.shape[1]), dtype=torch.uint8)
+        out = torch.empty_like(block)
+        self.codec.encode(block, packed)
+        self.codec.decode(packed, out)
+        return out
 
     def _outgoing(self, joined: Joined, sums: list[Tensor]) -> Iterator[Tensor]:
-        copies = self.wire.everywhere
+        copies, classes = self.wire.everywhere, self.wire.classes
+        bags = np.hstack([np.zeros((self.world, 0), np.int64), *(pooled.bags for pooled in joined.pooled)])
+        begin = np.cumsum(bags, axis=0) - bags
         for rank in range(self.world):
-            for buffer, (_, columns) in zip(sums, self.wire.classes, strict=True):
+            for buffer, (_, columns) in zip(sums, classes, strict=False):
                 for holder, mine in ((rank, ~copies[columns]), (self.rank, copies[columns])):
                     if mine.any():
                         first = int(joined.begin[holder, columns][mine][0])
-                        yield buffer[first : first + int(joined.rows[holder, columns][mine].sum())].reshape(-1)
+                        block = buffer[first : first + int(joined.rows[holder, columns][mine].sum())]
+                        # replicas must get the same bits, so the own copy is rounded as it is for the others
+                        same = rank != self.rank or not copies[columns][mine].any() or self.codec.exact
+                        yield (block if same else self._rounded(block)).reshape(-1)
+            for k, buffer in enumerate(sums[len(classes) :]):
+                yield buffer[begin[rank, k] : begin[rank, k] + bags[rank, k]].reshape(-1)
 
     # the rest of a front ------------------------------------------------------------------------------------------
 
@@ -384,9 +588,11 @@ class RemoteFront(RemoteRows):
         """The lease ends, and with it the owner's pins of what all ranks asked for; no exchange."""
         lease.open = False
         lease.slabs = []
-        handle, lease.handle = lease.handle, None
-        if handle is not None:
-            handle.release()
+        handles = [lease.handle, None if lease.pooled is None else lease.pooled.handle]
+        lease.handle = None
+        for handle in handles:
+            if handle is not None:
+                handle.release()
 
     def direct(self, t: int) -> bool:
         """No table lies whole here."""
@@ -430,11 +636,28 @@ class RemoteFront(RemoteRows):
         self.local.close()
 
 
-def _spans(features: Tensor, offsets: Tensor | None) -> dict[int, list[tuple[int, int]]]:
-    """Positions of the ids of each table."""
+def _interleaved(rows: Tensor, of_rows: np.ndarray, sums: Tensor, of_sums: np.ndarray) -> Tensor:
+    """Of two buffers that are each rank after rank, both of a rank, rank after rank."""
+    pairs = zip(rows.split(of_rows.tolist()), sums.split(of_sums.tolist()), strict=True)
+    return torch.cat([part for pair in pairs for part in pair])
+
+
+def _targets(coming: np.ndarray, classes: Classes, buffers: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """(rank, rows) block after block as on the wire, in a buffer for each class."""
+    done = [0] * len(buffers)
+    for rank in range(len(coming)):
+        for k, (_, columns) in enumerate(classes):
+            n = int(coming[rank, columns].sum())
+            yield rank, buffers[k][done[k] : done[k] + n]
+            done[k] += n
+
+
+def _spans(features: Tensor, offsets: Tensor | None, without: set[int]) -> dict[int, list[tuple[int, int]]]:
+    """Positions of the ids of each table that is not among ``without``."""
     at = None if offsets is None else offsets.numpy()
     spans: dict[int, list[tuple[int, int]]] = {}
     for row in features.tolist():
         first, last = row[FIRST], row[FIRST] + row[BAGS]
-        spans.setdefault(row[TABLE], []).append((first, last) if at is None else (int(at[first]), int(at[last])))
+        if row[TABLE] not in without:
+            spans.setdefault(row[TABLE], []).append((first, last) if at is None else (int(at[first]), int(at[last])))
     return spans

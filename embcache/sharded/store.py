@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import BadConfig, NonFiniteGradient, NotSupported, RemoteFault, StaleLookup
+from ..layout import TABLE
 from ..lookahead import AUTO_DEPTH, LookAhead
 from ..optim import HYPER, LR, MULTIPLIER, C
 from ..options import Counts
@@ -27,6 +28,7 @@ from ..store import EmbeddingStore
 from .front import Joined, Remote, RemoteFront
 from .meeting import is_agreed, meet
 from .plan import Piece, ShardingPlan
+from .pooling import reduced
 
 __all__ = ["ShardedStore", "local_table", "local_tables"]
 
@@ -100,7 +102,8 @@ class ShardedStore(EmbeddingStore):
         if [t.name for t in local.tables] != [piece.name for piece in self.pieces]:
             raise BadConfig(f"the local store has tables {local.names}, the plan {[p.name for p in self.pieces]}")
         self.tiers, self.backend, self.kernels = local.tiers, local.backend, local.kernels
-        self.front = RemoteFront(plan, self.pieces, local, lanes)
+        bags = sum(len(t.feature_names) for t, piece in zip(self.tables, self.pieces, strict=False) if piece.pooled)
+        self.front = RemoteFront(plan, self.pieces, local, lanes, bags)
         self.names = [table.name for table in self.tables]
         self.rules = [table.optimizer for table in self.tables]
         self.frozen = frozenset()
@@ -188,10 +191,11 @@ class ShardedStore(EmbeddingStore):
         self.require_usable()
         slabs = self.front.read(part.lease)
         part.version = self.version
+        features, slots, offsets, weights = self.front.view(part)
+        pooled = [] if part.lease.pooled is None else [part.lease.pooled]
         flat = self.kernels.pooled_lookup(
-            slabs, self.front.described, self.front.features(part.features), part.slots(), part.offsets,
-            part.float_weights(), part.numel, out_dtype,
-        )  # fmt: skip
+            slabs, self.front.descriptions(pooled), features, slots, offsets, weights, part.numel, out_dtype
+        )
         return flat.resize_(part.shape)
 
     def weight_gradient(self, part: Part, grad: Tensor) -> Tensor:
@@ -266,9 +270,28 @@ class ShardedStore(EmbeddingStore):
         return _Ready(joined, self._joined_update(pending, joined))
 
     def _joined_update(self, pending: Sequence[Gathered], joined: Joined) -> Update:
-        slots = None if joined.slots is None else [joined.slots[item.source.lease.number] for item in pending]
-        update = join(pending, self.frozen, slots)
+        items, slots, firsts, first = [], [], {}, len(self.pieces)
+        for item in pending:
+            lease: Remote = item.source.lease
+            mine = lease.out if joined.slots is None else joined.slots[lease.number]
+            if lease.pooled is not None and lease.number not in firsts:
+                firsts[lease.number] = first
+                first += len(lease.pooled.dims)
+            if lease.pooled is not None:
+                item, mine = self._reduced(item, mine, firsts[lease.number])
+            items.append(item)
+            slots.append(mine)
+        update = join(items, self.frozen, slots)
         return update._replace(features=self.front.features(update.features))
+
+    def _reduced(self, item: Gathered, slots: Tensor, first: int) -> tuple[Gathered, Tensor]:
+        """A gradient as that of the sums its bags are made of; features of frozen tables are left out."""
+        part, pooled = item.part._clone(), item.source.lease.pooled
+        assert part.offsets is not None
+        seen = reduced(pooled, part.features, part.offsets, part.weights, first)
+        kept = torch.tensor([t not in self.frozen for t in part.features[:, TABLE].tolist()], dtype=torch.bool)
+        part.features, part.offsets, part.weights = seen.features[kept], seen.offsets, seen.weights
+        return item._replace(part=part), seen.slots(slots)
 
     def apply(self, hyper: Tensor) -> int:
         """Collective. Sum what was gathered, send each id's sum to its owner once, and apply the rules there; returns
@@ -282,9 +305,9 @@ class ShardedStore(EmbeddingStore):
         if ready is None:
             self.discard()
             return 0
-        rows = self.front.send_gradients(ready.joined, self._summed(ready))
         self.local.frozen = frozenset(p for p, piece in enumerate(self.pieces) if piece.table in self.frozen)
-        self.local._keep(ready.joined.handle.parts[0], rows)
+        for part, rows in self.front.send_gradients(ready.joined, self._summed(ready)):
+            self.local._keep(part, rows)
         count = self.local.apply(hyper[[piece.table for piece in self.pieces]])
         self.version += 1
         self.rows_updated += count
@@ -294,14 +317,13 @@ class ShardedStore(EmbeddingStore):
     def _summed(self, ready: _Ready) -> list[Tensor]:
         """By dimension: the sum of each id's gradients in (call, feature, position) order."""
         buffers, slabs = self.front.zeros(ready.joined)
-        hyper = torch.zeros(len(self.pieces), HYPER, dtype=torch.float64)
+        hyper = torch.zeros(len(slabs), HYPER, dtype=torch.float64)
         hyper[:, LR], hyper[:, C], hyper[:, MULTIPLIER] = -1.0, 1.0, 1.0
         none = [torch.empty(0, dtype=torch.uint8)] * len(slabs)
         nobody = [torch.empty(0, dtype=torch.int64)] * len(slabs)
         features, slots, offsets, weights, grads = ready.update
-        self.kernels.fused_update(
-            slabs, none, self.front.described, hyper, features, slots, offsets, weights, grads, nobody
-        )
+        described = self.front.descriptions(ready.joined.pooled)
+        self.kernels.fused_update(slabs, none, described, hyper, features, slots, offsets, weights, grads, nobody)
         return buffers
 
     # rows by id: every call is collective, each rank gives ids of its own ------------------------------------------
