@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BadConfig, RemoteFault
+from ..errors import BadConfig
+from .agree import settle
 
 __all__ = ["HEAD", "agreed", "is_agreed", "meet"]
 
@@ -35,11 +36,9 @@ def meet(
     heads[:, FLAG], heads[:, SIGNATURE] = error is not None, signature
     heads = heads if rows is None else np.column_stack([heads, rows])
 
-    def together() -> tuple[np.ndarray, Any]:
+    def together() -> tuple[np.ndarray, Tensor | None]:
         found = lane.header(heads)
-        if found[:, FLAG].any():
-            text = b"" if error is None else f"{type(error).__name__}\n{error}".encode()[:4000]
-            return found, [bytes(said.numpy()) for said in lane.all_gather(text)]
+        settle(lane, bool(found[:, FLAG].any()), error)
         if (found[:, SIGNATURE] != signature).any():
             return found, None
         if exchange is None:
@@ -47,9 +46,10 @@ def meet(
         send, splits, sizes = exchange(found)
         return found, lane.all_to_all((send, splits), sizes)
 
-    found, answer = lane.submit(together).result()
-    if isinstance(answer, list):
-        raise agreed(_fault(error, answer))
+    try:
+        found, answer = lane.submit(together).result()
+    except Exception as problem:
+        raise agreed(problem) from None
     if answer is None:
         raise agreed(
             BadConfig(
@@ -69,12 +69,3 @@ def agreed(error: Exception) -> Exception:
 def is_agreed(error: BaseException) -> bool:
     """Whether every rank raises it, so that nobody has to be told."""
     return getattr(error, "agreed", False)
-
-
-def _fault(error: Exception | None, said: Sequence[bytes]) -> Exception:
-    """The own error, or that of the first rank that has one."""
-    if error is not None:
-        return error
-    rank = next(rank for rank, text in enumerate(said) if text)
-    kind, _, message = said[rank].decode(errors="replace").partition("\n")
-    return RemoteFault.of(rank, kind, message)
