@@ -22,7 +22,7 @@ import secrets
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -37,7 +37,7 @@ from .errors import BadConfig, CorruptStore, FormatVersion, SchemaMismatch
 from .lock import FolderLock
 from .tiers.base import DurableTier
 
-__all__ = ["Checkpoints", "Generation", "Savable"]
+__all__ = ["Checkpoints", "Generation", "Savable", "SavedStore"]
 
 FORMAT, VERSION = "embcache-checkpoint", 2
 MANIFEST = "manifest.json"
@@ -88,6 +88,16 @@ class Generation:
         return f"generation-{self.number:08d}"
 
 
+@dataclass(frozen=True)
+class SavedStore:
+    """A store as a generation describes it: ``disk``, its rows lie in the last tier; else in the generation's files."""
+
+    disk: bool
+    tables: list[TableConfig]
+    steps: list[int]
+    extra: dict[str, Tensor]
+
+
 class Checkpoints:
     """The generations in a folder. One thread at a time may call it.
 
@@ -112,6 +122,8 @@ class Checkpoints:
         self.lineage = ""
         """Random, made with the folder's first generation: tells these generations from those of any other folder."""
         self.generations: list[Generation] = self._read_manifest()
+        self.held: frozenset[int] = frozenset()
+        """Numbers that are kept besides, because something outside this folder names them."""
         self._lock: FolderLock | None = None
         self._saving: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -271,7 +283,16 @@ class Checkpoints:
     def _commit(self, new: Generation) -> None:
         kept = [dataclasses.replace(g, best=g.best and not new.best) for g in self.generations] + [new]
         best = next((g for g in reversed(kept) if g.best), None)
-        self._write_manifest([g for g in kept if g in kept[-self.keep :] or g is best])
+        self._write_manifest([g for g in kept if g in kept[-self.keep :] or g is best or g.number in self.held])
+
+    def retain(self, numbers: Collection[int]) -> None:
+        """Forget all other generations as if they had never been committed; before a store on disk is opened here."""
+        with self._writing:
+            self.generations = self._read_manifest()
+            kept = [g for g in self.generations if g.number in numbers]
+            if kept != self.generations:
+                self._write_manifest(kept)
+                self._sweep()
 
     def rewrite(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Replace the disk descriptions of all kept generations, in one step; from any thread."""
@@ -352,6 +373,37 @@ class Checkpoints:
         folder = self.folder / generation.name
         content = self._content(folder, generation)
         return [table for s in content["stores"] if s["disk"] for table in _restored(folder, s)]
+
+    def state(self, which: str | int = "latest") -> Any:
+        """The state that a generation was saved with."""
+        folder, content = self._opened(which)
+        return statefile.unpack(content["state"], statefile.read_tensors(folder, content["tensors"]))
+
+    def stores(self, which: str | int = "latest") -> list[SavedStore]:
+        """What a generation says of the stores saved with it."""
+        folder, content = self._opened(which)
+        extra = statefile.read_tensors(folder, content["extra_tensors"])
+        return [
+            SavedStore(bool(s["disk"]), _restored(folder, s), list(s["steps"]), statefile.unpack(s["extra"], extra))
+            for s in content["stores"]
+        ]
+
+    def rows(self, which: str | int, table: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids ascending as unsigned numbers, whole rows) of a table that was saved from memory; tables are counted
+        over all stores."""
+        folder, content = self._opened(which)
+        declared = [t for s in content["stores"] for t in _restored(folder, s)][table]
+        for part in content["rows"]:
+            if table in part["tables"]:
+                found = statefile.read_tensors(folder, part["file"])
+                parts = {what: found[f"{table}.{what}"] for what in ("weight", "state", "meta")
+                         if f"{table}.{what}" in found}  # fmt: skip
+                yield found[f"{table}.ids"], records.join(declared, **parts)
+
+    def _opened(self, which: str | int) -> tuple[Path, dict[str, Any]]:
+        generation = self.find(which)
+        folder = self.folder / generation.name
+        return folder, self._content(folder, generation)
 
     def verify(self) -> Iterator[str]:
         """A line for each file of a listed generation that is not what was written; rows on disk are the tier's."""

@@ -140,6 +140,19 @@ def read_tensors(folder: Path, entry: FileEntry) -> dict[str, Tensor]:
         raise CorruptStore(f"{folder / str(entry['file'])} is not a safetensors file: {error}") from error
 
 
+def to_bytes(state: Any) -> bytes:
+    """Nested state as bytes that ``from_bytes`` reads."""
+    plain, tensors = pack(state)
+    return save(tensors, {"state": json.dumps(plain, allow_nan=False)})
+
+
+def from_bytes(data: bytes) -> Any:
+    """The state that ``to_bytes`` was given."""
+    length = int.from_bytes(data[:8], "little")
+    plain = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["state"])
+    return unpack(plain, load(data))
+
+
 def write_json(folder: Path, name: str, value: Any) -> FileEntry:
     """Write a JSON file and fsync it."""
     return write_file(folder, name, json.dumps(value, indent=1, allow_nan=False).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +21,10 @@ from .lanes import Lanes
 from .plan import ALL, HASH, ShardingPlan
 from .store import ShardedStore, local_tables
 
-__all__ = ["rank_folder", "shard"]
+__all__ = ["RANK_FOLDER", "rank_folder", "shard"]
 
 M = TypeVar("M", bound=nn.Module)
+RANK_FOLDER = re.compile(r"rank-\d{5}(\.\d+)?")
 
 
 def shard(
@@ -43,8 +45,9 @@ def shard(
     Args:
         plan: where tables live; None: every table row_wise.
         mesh: a one-dimensional device mesh or a process group; None: the default group, or this process alone.
-        tiers: of each rank's store, as for ``EmbeddingStore``; ``Lmdb(path)`` becomes ``path/rank-00000`` and so on.
-            None: those the model was built with, ``[Ram()]`` if it has no place yet.
+        tiers: of each rank's store, as for ``EmbeddingStore``; ``Lmdb(path)`` becomes ``path/rank-00000`` and so on,
+            where it is not such a folder already. None: those the model was built with, ``[Ram()]`` if it has no place
+            yet.
         wire: format of rows and gradients that travel, in place of the plan's.
         lanes: what the ranks meet on, where there are lanes already.
 
@@ -123,7 +126,7 @@ def _sharded(
 
 def _own_tier(tier: Any, rank: int, number: int | None) -> Any:
     """A rank's own tier of that description; ``number`` tells the stores of a model apart."""
-    if not isinstance(tier, Lmdb):
+    if not isinstance(tier, Lmdb) or RANK_FOLDER.fullmatch(tier.folder.name):
         return tier.fresh()
     folder = rank_folder(tier.folder if number is None else tier.folder / f"store-{number}", rank)
     os.makedirs(folder.parent, exist_ok=True)

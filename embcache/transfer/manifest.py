@@ -25,7 +25,18 @@ from ..config import TableConfig
 from ..errors import CorruptStore, FormatVersion, WrongParent
 from ..kernels.buckets import MAX_BUCKETS
 
-__all__ = ["EXTRA", "MANIFEST", "ExportFile", "Manifest", "State", "TableFiles", "check_chain", "is_export", "verify"]
+__all__ = [
+    "EXTRA",
+    "MANIFEST",
+    "ExportFile",
+    "Manifest",
+    "State",
+    "TableFiles",
+    "check_chain",
+    "check_file",
+    "is_export",
+    "verify",
+]
 
 FORMAT, VERSION = "embcache-export", 1
 MANIFEST, EXTRA = "export.json", "extra.safetensors"
@@ -167,9 +178,9 @@ def verify(folder: str | Path) -> Manifest:
     manifest = Manifest.read(folder)
     for table in manifest.tables:
         for file in table.files:
-            _check_file(folder / file.name, file.bytes, file.crc32)
+            check_file(folder / file.name, file.bytes, file.crc32)
     if manifest.extra is not None:
-        _check_file(folder / EXTRA, manifest.extra["bytes"], manifest.extra["crc32"])
+        check_file(folder / EXTRA, manifest.extra["bytes"], manifest.extra["crc32"])
     return manifest
 
 
@@ -184,7 +195,8 @@ def check_chain(folders: Sequence[Path], manifests: Sequence[Manifest], found: S
         found = manifest.state
 
 
-def _check_file(path: Path, size: int, crc32: int) -> None:
+def check_file(path: Path, size: int, crc32: int) -> None:
+    """CorruptStore where a file is not the one with this size and checksum."""
     found = crc = 0
     try:
         with path.open("rb") as file:

@@ -20,7 +20,7 @@ from ..errors import BadConfig
 from ..kernels.buckets import BUCKETS, bucket_order
 from .manifest import EXTRA, MANIFEST, ExportFile, Manifest, State, TableFiles
 
-__all__ = ["MAX_OPEN", "MEMORY", "ExportWriter"]
+__all__ = ["MAX_OPEN", "MEMORY", "BucketFiles", "ExportWriter", "clear", "sweep"]
 
 MAX_OPEN = 512  # buckets of an export: each keeps a file open while a table is written
 MEMORY = 64 << 20
@@ -45,14 +45,14 @@ class ExportWriter:
             raise BadConfig(f"export: buckets = {buckets!r}, must be an integer in [1, {MAX_OPEN}]")
         self.folder, self.buckets, self.memory = Path(folder), buckets, memory
         self._tables: list[TableFiles] = []
-        _clear(self.folder)
+        clear(self.folder)
 
     def __enter__(self) -> ExportWriter:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is not None:
-            _sweep(self.folder)
+            sweep(self.folder)
 
     def table(self, table: TableConfig, step: int, rows: Iterable[Block], deleted: Iterable[Tensor] = ()) -> TableFiles:
         """Write one table: its rows, and of a delta the ids that no longer have one."""
@@ -76,32 +76,68 @@ class ExportWriter:
 
     def _split(self, table: TableConfig, part: Path, rows: Iterable[Block], deleted: bool) -> list[ExportFile]:
         """Distribute blocks over one file a bucket; each file's ids keep their order."""
-        kind = "deleted" if deleted else "rows"
-        held: list[list[Block]] = [[] for _ in range(self.buckets)]
-        sizes = [0] * self.buckets
-        files: dict[int, _BucketFile] = {}
-        width = 8 + (0 if deleted else table.row_bytes)
-        with ExitStack() as open_files:
-
-            def flush(b: int) -> None:
-                if b not in files:
-                    name = part / f"{kind}-{b:05d}.parquet"
-                    files[b] = open_files.enter_context(_BucketFile(self.folder, name, table, b, deleted))
-                files[b].write(*map(torch.cat, zip(*held[b], strict=True)))
-                held[b], sizes[b] = [], 0
-
+        with BucketFiles(self.folder, part, table, deleted, self.buckets, self.memory) as files:
             for ids, block in rows:
-                order, starts = bucket_order(ids.numpy(), self.buckets)
-                for b in (starts[1:] > starts[:-1]).nonzero()[0].tolist():
-                    at = torch.from_numpy(order[starts[b] : starts[b + 1]])
-                    held[b].append((ids.index_select(0, at), block.index_select(0, at)))
-                    sizes[b] += width * len(at)
-                    if sizes[b] * self.buckets >= self.memory:
-                        flush(b)
-            for b in range(self.buckets):
-                if held[b]:
-                    flush(b)
-        return [files[b].entry() for b in sorted(files)]
+                files.add(ids, block)
+        return files.entries
+
+
+class BucketFiles:
+    """Rows of one table (``deleted``: ids without a row) over one file a bucket. A context manager; afterwards
+    ``entries`` says what was written.
+
+    Row groups have a fixed number of rows, so the bytes of a file depend on its rows, their order and the settings, but
+    not on the blocks in which they came, nor on who wrote other buckets.
+    """
+
+    def __init__(
+        self, folder: Path, part: Path, table: TableConfig, deleted: bool, buckets: int, memory: int = MEMORY
+    ) -> None:
+        self.folder, self.part, self.table, self.deleted, self.buckets = folder, part, table, deleted, buckets
+        self.group = max(1, memory // buckets // (8 + (0 if deleted else table.row_bytes)))
+        self.entries: list[ExportFile] = []
+        self._held: list[list[Block]] = [[] for _ in range(buckets)]
+        self._sizes = [0] * buckets
+        self._files: dict[int, _BucketFile] = {}
+        self._open = ExitStack()
+
+    def add(self, ids: Tensor, rows: Tensor) -> None:
+        """Write some more."""
+        order, starts = bucket_order(ids.numpy(), self.buckets)
+        for b in (starts[1:] > starts[:-1]).nonzero()[0].tolist():
+            at = torch.from_numpy(order[starts[b] : starts[b + 1]])
+            self._held[b].append((ids.index_select(0, at), rows.index_select(0, at)))
+            self._sizes[b] += len(at)
+            if self._sizes[b] >= self.group:
+                self._flush(b, self._sizes[b] // self.group * self.group)
+
+    def _flush(self, b: int, n: int) -> None:
+        if b not in self._files:
+            name = self.part / f"{'deleted' if self.deleted else 'rows'}-{b:05d}.parquet"
+            file = _BucketFile(self.folder, name, self.table, b, self.deleted)
+            self._files[b] = self._open.enter_context(file)
+        ids, rows = map(torch.cat, zip(*self._held[b], strict=True))
+        for start in range(0, n, self.group):
+            end = min(start + self.group, n)
+            self._files[b].write(ids[start:end], rows[start:end])
+        self._sizes[b] -= n
+        self._held[b] = [(ids[n:].clone(), rows[n:].clone())] if self._sizes[b] else []
+
+    def __enter__(self) -> BucketFiles:
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        if kind is None:
+            try:
+                for b in range(self.buckets):
+                    if self._sizes[b]:
+                        self._flush(b, self._sizes[b])
+            except BaseException as problem:
+                self._open.__exit__(type(problem), problem, problem.__traceback__)
+                raise
+        self._open.__exit__(kind, *(error or (None, None)))
+        if kind is None:
+            self.entries = [self._files[b].entry() for b in sorted(self._files)]
 
 
 class _BucketFile:
@@ -169,7 +205,7 @@ def _idle(ids: Iterable[Tensor]) -> Iterator[Block]:
         yield block, torch.empty(len(block), 0, dtype=torch.uint8)
 
 
-def _clear(folder: Path) -> None:
+def clear(folder: Path) -> None:
     """An empty folder, where nothing but the remains of an interrupted export was in it."""
     if (folder / MANIFEST).exists():
         raise BadConfig(f"{folder} already holds an export: choose another folder, or remove it")
@@ -177,10 +213,10 @@ def _clear(folder: Path) -> None:
     odd = sorted(p.name for p in folder.iterdir() if not _ours(p))
     if odd:
         raise BadConfig(f"{folder} is not empty (it holds {odd[0]!r}): an export needs a folder of its own")
-    _sweep(folder)
+    sweep(folder)
 
 
-def _sweep(folder: Path) -> None:
+def sweep(folder: Path) -> None:
     for path in filter(_ours, list(folder.iterdir())):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
