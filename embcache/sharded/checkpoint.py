@@ -14,11 +14,9 @@ place under its old number, because it holds the same.
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from typing import Any
 from .. import schema, statefile
 from ..checkpoint import Checkpoints, Generation
 from ..config import TableConfig
-from ..errors import BadConfig, CorruptStore, SchemaMismatch, StoreLocked
+from ..errors import BadConfig, CorruptStore, SchemaMismatch
 from ..lock import FolderLock
 from ..transfer.importing import IMPORTED
 from ..transfer.manifest import State
@@ -39,7 +37,6 @@ from .shard import RANK_FOLDER, rank_folder
 __all__ = ["GroupCheckpoints"]
 
 GROUP = "group"  # in the notes of a rank's generation: the number of the group's that it is made for
-LOCK_WAIT = 30.0  # seconds that a restarted rank waits for the one before it to let go of its folder
 
 
 class GroupCheckpoints:
@@ -166,7 +163,7 @@ class GroupCheckpoints:
     def _lock_group(self) -> None:
         if self.peers.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _waiting(lambda: FolderLock.take(self.folder))
+            self._lock = FolderLock.take(self.folder)
 
     def _claim_own(self, tables: Sequence[TableConfig] | None) -> None:
         rank, latest = self.peers.rank, self.latest
@@ -178,7 +175,7 @@ class GroupCheckpoints:
             name = next(other for k in range(1, len(taken) + 2) if (other := f"rank-{rank:05d}.{k}") not in taken)
             shutil.rmtree(self.folder / name, ignore_errors=True)  # of a move that was not finished
         own = Checkpoints(self.folder / name, keep=1)
-        _waiting(own.claim)
+        own.claim()
         self._own = own
         own.held = self._manifest.held(name, own.lineage)
         if not own.held:
@@ -482,19 +479,6 @@ def _joined(rest: Any, own: dict[str, Any]) -> Any:
 def _agree(saved: Sequence[TableConfig], tables: Sequence[TableConfig]) -> bool:
     schema.agree(saved, tables)
     return True
-
-
-def _waiting(take: Callable[[], Any]) -> Any:
-    """``take`` a lock; after a restart the process before may still be going."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    end = time.monotonic() + (LOCK_WAIT if restarted else 0.0)
-    while True:
-        try:
-            return take()
-        except StoreLocked:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(0.1)
 
 
 def _broadcast(peers: Peers, mine: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import RankFailed, RemoteFault
+from .agree import agree, together
 
 __all__ = ["Peers"]
 
@@ -66,23 +66,11 @@ class Peers:
 
     def agree(self, error: BaseException | None) -> None:
         """Raise on every rank where one has an error: its own there, the first of the others' elsewhere."""
-        if isinstance(error, RankFailed):
-            raise error
-        said = self.all_told(None if error is None else [type(error).__name__, str(error)])
-        if error is not None:
-            raise error
-        for rank, what in enumerate(said):
-            if what is not None:
-                raise RemoteFault.of(rank, *what)
+        agree(self._words, error)
 
     def together(self, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; what goes wrong on one is raised by all."""
-        try:
-            value, error = work(), None
-        except Exception as problem:
-            error = problem
-        self.agree(error)
-        return value
+        return together(self._words, work)
 
     def patiently(self, work: Callable[[], T]) -> T:
         """``together`` for what may take long: a rank that waits hears from the others meanwhile, so a group's timeout
