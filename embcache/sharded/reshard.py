@@ -180,7 +180,7 @@ def reshard(
 
     sources: dict[int, Reader] = {}
     try:
-        sources, stays = peers.together(begin)
+        sources, stays = peers.patiently(begin)
         staying = [bool(flag) for flag in peers.all_told(stays)]
         done = Resharded()
         for k, store in enumerate(stores):
@@ -259,7 +259,7 @@ class _Work:
             for i, ids in gone.items():
                 local.delete(old[i].name, torch.cat(ids))
 
-        self.peers.together(forget)
+        self.peers.patiently(forget)
         return moved
 
     def _resident(self, source: int) -> bool:

@@ -53,7 +53,7 @@ def export_group(
         raise BadConfig(f"export: buckets = {buckets!r}, must be an integer in [1, {MAX_OPEN}]")
     state = saved.state_of(store)
     parent = None if since is None else _parent(saved, since)
-    changes = None if parent is None else peers.together(lambda: _changes(saved, store, parent))
+    changes = None if parent is None else peers.patiently(lambda: _changes(saved, store, parent))
     peers.together(lambda: _begin(folder, store, peers))
     try:
         tables = []
@@ -133,7 +133,7 @@ def _write(
     if changes is None:
         return files.entries
     first = [changes[piece.name] for i, piece in mine if i == 0]
-    gone = peers.together(lambda: [ids.numpy() for change in first for ids in change.deleted()])
+    gone = peers.patiently(lambda: [ids.numpy() for change in first for ids in change.deleted()])
     ids = np.concatenate([np.zeros(0, np.int64), *gone])
     ids = ids[pieces[0].owners(ids) == peers.rank]
     owners = whole.owners(ids)
