@@ -22,6 +22,9 @@ class UnplacedFront:
         self._names = [table.name for table in tables]
         self.arenas = [Arena(torch.empty(0, table.row_bytes, dtype=torch.uint8)) for table in tables]
 
+    def settle(self) -> None:
+        """Nothing is being saved."""
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -27,11 +27,10 @@ from ..tiers.base import Arena, DurableTier
 from .by_id import RemoteRows
 from .exchange import WireOrder, begins_of, moved_slots, pack_ids, route, starts_of, union, unpack_ids
 from .meeting import HEAD, meet
+from .moving import Mover
 from .plan import ALL, HASH, Piece, ShardingPlan
 from .pooling import Pooled, Reduced, local_layout, reduced, split_bags
-from .wire import Wire
 
-Classes = Sequence[tuple[int, slice]]
 RELEASED = "this lease was released: stage the batch again"
 
 
@@ -114,7 +113,7 @@ class RemoteFront(RemoteRows):
         self.world, self.rank = lanes.world, lanes.rank
         limits = {piece.table: table.num_embeddings for piece, table in zip(pieces, local.tables, strict=True)}
         self.wire = WireOrder(pieces, [limits[t] for t in range(len(limits))], self.world, self.rank)
-        self.codec = Wire(plan.wire)
+        self.mover = Mover(plan.wire, self.rank, self.world)
         self._map = plan.map
         self._keys = [local.tables[p].feature_names[rank] for rank in range(self.world) for p in self.wire.order]
         self._names = tuple(self._keys)
@@ -347,7 +346,7 @@ class RemoteFront(RemoteRows):
                 error = problem
         buffers = [torch.empty(int(coming[:, c].sum()), dim) for dim, c in classes] if len(classes) > 1 else []
         signature = zlib.crc32(b"rows", lease.number)
-        rows = self._moved(self.lanes.rows, signature, error, rows, going, coming, classes, buffers)
+        rows = self.mover.moved(self.lanes.rows, signature, error, rows, going, coming, classes, buffers)
         return self._by_piece(buffers or [rows.view(-1, classes[0][0])], lease.begin)
 
     def _classes(self, pooled: Sequence[Pooled]) -> list[tuple[int, slice]]:
@@ -374,76 +373,6 @@ class RemoteFront(RemoteRows):
         view.numel = int(sizes.sum())
         view.shape = (view.numel,)
         return view
-
-    def _moved(
-        self,
-        lane: Any,
-        signature: int | None,
-        error: Exception | None,
-        rows: Tensor,
-        going: np.ndarray,
-        coming: np.ndarray,
-        classes: Classes,
-        buffers: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """Exchange fp32 rows in wire order: ``rows`` has ``going`` [W, n] of them, the result ``coming``, unless these
-        go into ``buffers``, one for each of the ``classes`` (dimension, columns). ``signature`` None: the ranks have
-        met already."""
-        sent, back = going.copy(), coming.copy()
-        if not self.codec.exact:  # the own part does not pass the codec
-            sent[self.rank] = back[self.rank] = 0
-        splits, sizes, packed = (
-            self._bytes(sent, classes),
-            self._bytes(back, classes),
-            torch.empty(0, dtype=torch.uint8),
-        )
-        if error is None and self.codec.exact:
-            packed = rows.view(torch.uint8)
-        elif error is None:
-            packed = torch.empty(int(splits.sum()), dtype=torch.uint8)
-            others = [(block, None) for rank, block in self._blocks(rows, going, classes) if rank != self.rank]
-            self.codec.encode_many(others, packed)
-        if signature is None:
-            answer = lane.submit(lane.all_to_all, (packed, splits), sizes).result()
-        else:
-            _, answer = meet(lane, signature, error, lambda heads: (packed, splits, sizes))
-        return self._unpacked(answer, rows, going, coming, classes, buffers)
-
-    def _bytes(self, counts: np.ndarray, classes: Classes) -> np.ndarray:
-        return sum(counts[:, columns].sum(1) * self.codec.row_bytes(dim) for dim, columns in classes)
-
-    def _unpacked(
-        self,
-        answer: Tensor,
-        rows: Tensor,
-        going: np.ndarray,
-        coming: np.ndarray,
-        classes: Classes,
-        buffers: Sequence[Tensor],
-    ) -> Tensor:
-        if self.codec.exact and not buffers:
-            return answer.view(torch.float32)
-        out = torch.empty(0 if buffers else sum(int(coming[:, c].sum()) * dim for dim, c in classes))
-        targets = list(_targets(coming, classes, buffers) if buffers else self._blocks(out, coming, classes))
-        if self.codec.exact:
-            came = self._blocks(answer.view(torch.float32), coming, classes)
-            for (_, target), (_, block) in zip(targets, came, strict=True):
-                target.copy_(block)
-            return out
-        self.codec.decode_many(answer, [(target, None) for rank, target in targets if rank != self.rank])
-        own = [block for rank, block in self._blocks(rows, going, classes) if rank == self.rank]
-        for target, block in zip([target for rank, target in targets if rank == self.rank], own, strict=True):
-            target.copy_(block)
-        return out
-
-    def _blocks(self, rows: Tensor, counts: np.ndarray, classes: Classes) -> Iterator[tuple[int, Tensor]]:
-        """(rank, rows [n, D]) of fp32 rows in wire order: what goes to, or came from, a rank in one class."""
-        at = 0
-        for rank in range(self.world):
-            for dim, columns in classes:
-                n = int(counts[rank, columns].sum())
-                yield rank, rows[at : at + n * dim].view(n, dim)
-                at += n * dim
 
     def _by_piece(self, buffers: list[Tensor], begin: np.ndarray) -> list[Tensor]:
         """Slabs uint8 [n, 4 D]: of pieces routed by bucket all rows of their dimension, else from the piece's on; then
@@ -545,7 +474,7 @@ class RemoteFront(RemoteRows):
             rows = sums[0].view(-1)
         else:
             rows = torch.cat([torch.empty(0), *self._outgoing(joined, sums)])
-        came = self._moved(self.lanes.grads, None, None, rows, going, coming, classes)
+        came = self.mover.moved(self.lanes.grads, None, None, rows, going, coming, classes)
         parts = [joined.handle.parts[0]]
         parts += [pooled.handle.parts[0] for pooled in joined.pooled if pooled.handle is not None]
         if len(parts) == 1:
@@ -554,14 +483,6 @@ class RemoteFront(RemoteRows):
         widths += [pooled.received_bags @ np.array(pooled.dims) for pooled in joined.pooled]
         cuts = came.split(np.column_stack(widths).ravel().tolist())
         return [(part, torch.cat(cuts[k :: len(parts)])) for k, part in enumerate(parts)]
-
-    def _rounded(self, block: Tensor) -> Tensor:
-        """What other ranks get of these rows."""
-        packed = torch.empty(block.shape[0] * self.codec.row_bytes(block.shape[1]), dtype=torch.uint8)
-        out = torch.empty_like(block)
-        self.codec.encode(block, packed)
-        self.codec.decode(packed, out)
-        return out
 
     def _outgoing(self, joined: Joined, sums: list[Tensor]) -> Iterator[Tensor]:
         copies, classes = self.wire.everywhere, self.wire.classes
@@ -574,8 +495,8 @@ class RemoteFront(RemoteRows):
                         first = int(joined.begin[holder, columns][mine][0])
                         block = buffer[first : first + int(joined.rows[holder, columns][mine].sum())]
                         # replicas must get the same bits, so the own copy is rounded as it is for the others
-                        same = rank != self.rank or not copies[columns][mine].any() or self.codec.exact
-                        yield (block if same else self._rounded(block)).reshape(-1)
+                        same = rank != self.rank or not copies[columns][mine].any() or self.mover.exact
+                        yield (block if same else self.mover.rounded(block)).reshape(-1)
             for k, buffer in enumerate(sums[len(classes) :]):
                 yield buffer[begin[rank, k] : begin[rank, k] + bags[rank, k]].reshape(-1)
 
@@ -615,6 +536,10 @@ class RemoteFront(RemoteRows):
     def announce(self, features: Tensor, values: Tensor, offsets: Tensor | None, ahead: int) -> None:
         """Nothing: owners are not told of batches before they are staged."""
 
+    def settle(self) -> None:
+        """Wait for this rank's store to be saved, where it is being saved."""
+        self.local.front.settle()
+
     def flush(self) -> None:
         """Write this rank's dirty rows to the tier below."""
         self.local.front.flush()
@@ -640,16 +565,6 @@ def _interleaved(rows: Tensor, of_rows: np.ndarray, sums: Tensor, of_sums: np.nd
     """Of two buffers that are each rank after rank, both of a rank, rank after rank."""
     pairs = zip(rows.split(of_rows.tolist()), sums.split(of_sums.tolist()), strict=True)
     return torch.cat([part for pair in pairs for part in pair])
-
-
-def _targets(coming: np.ndarray, classes: Classes, buffers: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """(rank, rows) block after block as on the wire, in a buffer for each class."""
-    done = [0] * len(buffers)
-    for rank in range(len(coming)):
-        for k, (_, columns) in enumerate(classes):
-            n = int(coming[rank, columns].sum())
-            yield rank, buffers[k][done[k] : done[k] + n]
-            done[k] += n
 
 
 def _spans(features: Tensor, offsets: Tensor | None, without: set[int]) -> dict[int, list[tuple[int, int]]]:
