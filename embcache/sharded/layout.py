@@ -89,13 +89,7 @@ def cut(table: TableConfig, held: Columns, rows: Tensor, columns: Columns) -> Te
     """Rows with columns ``held``, uint8 [n, row_bytes of that form], as rows with fewer ``columns``."""
     if held == columns:
         return rows
-    mine, wanted = narrowed(table, held), narrowed(table, columns)
-    first, last = columns[0] - held[0], columns[1] - held[0]
-    width, wide = held[1] - held[0], _wide(table)
-    state = records.states(mine, rows)
-    parts = [state[:, w * width + first : w * width + last] for w in range(wide)] + [state[:, wide * width :]]
-    meta = records.metas(mine, rows) if table.meta_bytes else None
-    return records.join(wanted, records.weights(mine, rows)[:, first:last], torch.cat(parts, dim=1), meta)
+    return records.cut(narrowed(table, held), narrowed(table, columns), rows)
 
 
 def join(table: TableConfig, columns: Columns, parts: Mapping[Columns, Tensor]) -> Tensor:
@@ -103,24 +97,14 @@ def join(table: TableConfig, columns: Columns, parts: Mapping[Columns, Tensor]) 
     row comes from the first part. CorruptStore where that differs in the others."""
     if len(parts) == 1:
         return next(iter(parts.values()))
-    whole, wide = narrowed(table, columns), _wide(table)
-    order = sorted(parts)
-    forms = [narrowed(table, at) for at in order]
-    states = [records.states(form, parts[at]) for form, at in zip(forms, order, strict=True)]
-    widths = [last - first for first, last in order]
-    tails = [state[:, wide * width :] for state, width in zip(states, widths, strict=True)]
-    metas = [records.metas(form, parts[at]) for form, at in zip(forms, order, strict=True)] if table.meta_bytes else []
-    for kind in (tails, metas):
-        if any(not torch.equal(_bits(other), _bits(kind[0])) for other in kind[1:]):
+    pieces = [(narrowed(table, at), parts[at]) for at in sorted(parts)]
+    wholes = [[_bits(records.states(form, rows)[:, table.optimizer.wide_states * form.embedding_dim :]),
+               _bits(records.metas(form, rows)) if table.meta_bytes else None] for form, rows in pieces]  # fmt: skip
+    for kind in range(2):
+        first, *others = (whole[kind] for whole in wholes)
+        if first is not None and any(other is None or not torch.equal(other, first) for other in others):
             raise CorruptStore(f"table {table.name!r}: column shards disagree on what they hold of whole rows")
-    weight = torch.cat([records.weights(form, parts[at]) for form, at in zip(forms, order, strict=True)], dim=1)
-    state = [s[:, w * n : (w + 1) * n] for w in range(wide) for s, n in zip(states, widths, strict=True)]
-    return records.join(whole, weight, torch.cat([*state, tails[0]], dim=1), metas[0] if metas else None)
-
-
-def _wide(table: TableConfig) -> int:
-    """How many numbers of optimizer state a row has for each column; what else it has belongs to the whole row."""
-    return table.optimizer.state_floats(2) - table.optimizer.state_floats(1)
+    return records.glue(narrowed(table, columns), pieces)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -193,3 +193,26 @@ def expected(store: Sharded, made: ShardingPlan) -> dict[str, dict[int, bytes]]:
                                     [:, : payload_bytes(form)].numpy(), strict=True)
             }  # fmt: skip
     return found
+
+
+class Alone:
+    """The only rank of a group."""
+
+    rank, world = 0, 1
+
+    def lanes(self) -> Any:
+        from embcache.sharded.lanes import Lanes
+
+        return Lanes()
+
+
+def warm(folder: Path) -> None:
+    """Compile everything once where nobody waits: a rank's time is limited."""
+    for tier in ("cache", "hashed", "cache"):
+        saved, store = open_group(Alone(), folder / tier, "rrr", tier, tables(True), tell=None)
+        if saved.latest is not None:
+            saved.load([store])
+        train(store, range(1, 5), 0)
+        rows(store)
+        saved.save({}, [store])
+        store.close()

@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from sharding import expected, gathered, one_store, open_group, rows, tables, train
+from sharding import expected, gathered, one_store, open_group, rows, tables, train, warm
 
 from embcache.sharded.layout import layout_of, narrowed, payload_bytes
 from embcache.sharded.transfer import export_group
 from embcache.transfer import export_store
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory):
+    warm(tmp_path_factory.mktemp("warm"))
 
 
 def sums(folder):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import ranks
 import torch
-from sharding import expected, gathered, one_store, open_group, rows, tables, train
+from sharding import expected, gathered, one_store, open_group, rows, tables, train, warm
 
 import embcache as ec
 from embcache import statefile
@@ -16,6 +16,11 @@ from embcache.sharded.copies import Copies
 from embcache.sharded.manifest import GroupManifest
 from embcache.sharded.transfer import export_group, import_group
 from embcache.transfer import import_exports
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory):
+    warm(tmp_path_factory.mktemp("warm"))
 
 
 def steps(rank, at, tier, kinds, count, copies=None, admission=True, which="latest", best=False):

@@ -7,13 +7,18 @@ import signal
 
 import pytest
 import ranks
-from sharding import expected, gathered, one_store, open_group, rows, tables, train
+from sharding import expected, gathered, one_store, open_group, rows, tables, train, warm
 
 from embcache import checkpoint, statefile
 from embcache.sharded import reshard
 from embcache.sharded.checkpoint import GroupCheckpoints
 from embcache.sharded.manifest import GroupManifest
 from embcache.store import EmbeddingStore
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory):
+    warm(tmp_path_factory.mktemp("warm"))
 
 
 def die():

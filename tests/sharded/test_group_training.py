@@ -68,7 +68,7 @@ def total(folder):
 def test_trained_models_move_between_ranks_and_plans(tmp_path):
     last = None
     for world, kind, tier in [(2, "rows", "disk"), (3, "tables", "disk"), (1, "rows", "ram")]:
-        got = ranks.run(world, go_on, at=tmp_path / "run", out=tmp_path / "out", kind=kind, tier=tier)
+        got = ranks.run(world, go_on, at=tmp_path / "run", out=tmp_path / "out", kind=kind, tier=tier, delays=world)
         assert all(g == got[0] for g in got)
         assert last is None or got[0][0] == last
         last = got[0][-1]
