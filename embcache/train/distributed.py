@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from torch import Tensor, nn
 
 from embcache.checkpoint import Checkpoints
-from embcache.errors import BadConfig
+from embcache.errors import BadConfig, CorruptStore
 from embcache.sharded.launch import under_torchrun
 from embcache.train.flags import flag
 from embcache.train.task import Task
@@ -71,9 +71,19 @@ class Session:
     def meet(self) -> None:
         """Return when all ranks have come here, however long that takes."""
 
-    def checkpoints(self, folder: Path, keep: int) -> Any:
-        """Checkpoints of a run of so many ranks."""
-        return Checkpoints(folder, keep=keep)
+    def checkpoints(self, folder: Path, keep: int, sharding: ShardingConfig) -> Any:
+        """Checkpoints of a run of so many ranks. BadConfig where it has others, or settings of ranks without any."""
+        given = [name for name, value in vars(sharding).items() if value is not None]
+        if given:
+            raise BadConfig(f"--{given[0].replace('_', '-')} is for several processes: start them with torchrun")
+        try:
+            return Checkpoints(folder, keep=keep)
+        except CorruptStore as error:
+            if any(folder.glob("rank-*")):
+                raise BadConfig(
+                    f"{folder} holds the checkpoints of ranks: go on with torchrun, --nproc-per-node 1 or more"
+                ) from error
+            raise
 
     def claim(self, checkpoints: Any) -> None:
         """Keep other runs from writing there."""
@@ -91,9 +101,6 @@ class Session:
     ) -> Any:
         """Put the rows of a model where they belong, those on disk into the folder that ``chain`` is given (None: the
         run's own); returns the checkpoints that save them."""
-        given = [name for name, value in vars(sharding).items() if value is not None]
-        if given:
-            raise BadConfig(f"--{given[0].replace('_', '-')} is for several processes: start them with torchrun")
         store = model.store
         if store.durable is None:
             return checkpoints

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from embcache.checkpoint import MANIFEST
 from embcache.errors import BadConfig, RemoteFault
 from embcache.sharded import launch
+from embcache.sharded.checkpoint import GroupCheckpoints
+from embcache.sharded.copies import Copies
 from embcache.sharded.dense import DenseSum, summed
 from embcache.sharded.lanes import Lanes
 from embcache.sharded.plan import ShardingPlan
@@ -86,10 +89,11 @@ class GroupSession(Session):
 
         return loss
 
-    def checkpoints(self, folder: Path, keep: int) -> Any:
-        from embcache.sharded.checkpoint import GroupCheckpoints
-
-        return GroupCheckpoints(folder, self.lanes, keep, tell=self._tell)
+    def checkpoints(self, folder: Path, keep: int, sharding: ShardingConfig) -> Any:
+        copies = None if sharding.checkpoint_dir is None else Copies(sharding.checkpoint_dir)
+        if (folder / MANIFEST).exists() and any(folder.glob("generation-*")):
+            raise BadConfig(f"{folder} holds the checkpoints of one process: go on without torchrun")
+        return GroupCheckpoints(folder, self.lanes, keep, copies=copies, tell=self._tell)
 
     def claim(self, checkpoints: Any) -> None:
         """Each rank's folder is claimed when it is known what lies in it."""
@@ -106,10 +110,12 @@ class GroupSession(Session):
         tables, before = model.store.tables, checkpoints.plan()
         plan = before or ShardingPlan.default(tables, self.world)
         if sharding.plan is not None:
-            plan = ShardingPlan.load(sharding.plan)
-            plan = plan if plan.world == self.world else plan.for_world(self.world)
+            plan = ShardingPlan.load(sharding.plan).for_world(self.world)
+            if before is not None and before.buckets == plan.buckets:
+                plan = dataclasses.replace(plan, ranks=before.ranks)  # no more buckets move than must
         if sharding.wire is not None:
             plan = dataclasses.replace(plan, wire=sharding.wire)
+        plan.check(tables)
         folder = checkpoints.claim(local_tables(tables, plan))
         shard(model, plan, lanes=self.lanes, tiers=chain(folder))
         return checkpoints

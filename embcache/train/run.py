@@ -18,7 +18,7 @@ from embcache.errors import CorruptStore, SchemaMismatch
 from embcache.statefile import replace_file
 from embcache.tiers import Lmdb
 from embcache.train.config import TrainConfig
-from embcache.train.distributed import Session
+from embcache.train.distributed import Session, ShardingConfig
 from embcache.train.flags import flatten, save_yaml
 from embcache.train.loop import Trainer
 from embcache.train.observe import Console, History, Observer, TensorBoard, read_history
@@ -63,7 +63,7 @@ def open_run(
     """
     session = session or Session()
     folder = (storage or StorageConfig()).folder(train.out)
-    checkpoints = session.checkpoints(folder, train.keep)
+    checkpoints = session.checkpoints(folder, train.keep, getattr(config, "sharding", ShardingConfig()))
     session.first(lambda: _claim(train, config, checkpoints, folder, session) if session.is_main else None)
     session.opened()
     return checkpoints
