@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from embcache.checkpoint import MANIFEST
+from embcache.config import TableConfig
 from embcache.errors import BadConfig, RemoteFault
 from embcache.sharded import launch
 from embcache.sharded.checkpoint import GroupCheckpoints
 from embcache.sharded.copies import Copies
 from embcache.sharded.dense import DenseSum, summed
 from embcache.sharded.lanes import Lanes
-from embcache.sharded.plan import ShardingPlan
+from embcache.sharded.plan import Placement, ShardingPlan, first_map
 from embcache.sharded.shard import shard
 from embcache.sharded.store import local_tables
 from embcache.tiers import Unplaced
@@ -107,15 +108,8 @@ class GroupSession(Session):
     def place(
         self, model: Any, chain: Callable[[Path | None], list[Any]], checkpoints: Any, sharding: ShardingConfig
     ) -> Any:
-        tables, before = model.store.tables, checkpoints.plan()
-        plan = before or ShardingPlan.default(tables, self.world)
-        if sharding.plan is not None:
-            plan = ShardingPlan.load(sharding.plan).for_world(self.world)
-            if before is not None and before.buckets == plan.buckets:
-                plan = dataclasses.replace(plan, ranks=before.ranks)  # no more buckets move than must
-        if sharding.wire is not None:
-            plan = dataclasses.replace(plan, wire=sharding.wire)
-        plan.check(tables)
+        tables = model.store.tables
+        plan = _plan(tables, self.world, checkpoints.plan(), sharding)
         folder = checkpoints.claim(local_tables(tables, plan))
         shard(model, plan, lanes=self.lanes, tiers=chain(folder))
         return checkpoints
@@ -195,6 +189,22 @@ class GroupSession(Session):
             if self.lanes.error is not None:
                 raise self.lanes.error
             time.sleep(POLL)
+
+
+def _plan(
+    tables: Sequence[TableConfig], world: int, before: ShardingPlan | None, sharding: ShardingConfig
+) -> ShardingPlan:
+    """The plan that the settings name, else the one ``before``, else all rows spread; no more moves than must."""
+    plan = before or ShardingPlan(world, {table.name: Placement("row_wise") for table in tables})
+    if sharding.plan is not None:
+        plan = ShardingPlan.load(sharding.plan)
+        plan = plan if plan.world == world else plan.for_world(world)
+        if before is not None and plan.ranks == first_map(world, plan.buckets) and plan.buckets == before.buckets:
+            plan = dataclasses.replace(plan, ranks=before.ranks)  # it names no rank for a bucket of its own
+    if sharding.wire is not None:
+        plan = dataclasses.replace(plan, wire=sharding.wire)
+    plan.check(tables)
+    return plan
 
 
 class _Loss(nn.Module):

@@ -5,12 +5,16 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
 import time
 
 import pytest
 import torchrun as tr
 import yaml
+
+from dlrm.data import SyntheticConfig, SyntheticLog
+from embcache.sharded.plan import Placement, ShardingPlan
 
 pytestmark = pytest.mark.slow
 DISK = {"tiers": "ram,lmdb", "cache-rows": 60}
@@ -108,6 +112,31 @@ def test_a_rank_that_is_killed_costs_nothing(runs, kill, tmp_path):
     points = [ended.points(tmp_path / "run"), runs(reference, world).points(runs(reference, world).folder / "run")]
     kept = [[{k: p[k] for k in ("step", "loss", "auc") if k in p} for p in each] for each in points]
     assert kept[0] == kept[1]
+
+
+def test_a_log_with_a_plan_and_a_wire_whose_disk_is_lost(tmp_path):
+    """Rank 0 reads the log; each kind of placement; then everything but the copies is gone."""
+    log, plan, out = tmp_path / "log.tsv", tmp_path / "plan.yaml", tmp_path / "run"
+    SyntheticLog(SyntheticConfig(rows=3000, tables=(40, 30, 20, 10, 5) * 5 + (3,), spread=2.5)).write(log)
+    kinds = [Placement("table_wise", (1,)), Placement("data_parallel"), Placement("row_wise", traffic="pooled")]
+    kinds += [Placement("column_wise", (0, 1)), Placement("row_wise")]
+    ShardingPlan(2, {f"C{i}": kinds[i % len(kinds)] for i in range(1, 27)}).save(plan)
+    flags = {"script": "train_criteo", "data": log, "plan": plan, "wire": "bf16", "dim": 4, "bottom-mlp": "8,4",
+             "top-mlp": 8, "global-batch-size": 100, "threads": 1, "micro-batches": 2, "dropout": 0.1, "eval-every": 8,
+             "checkpoint-dir": tmp_path / "copies", "ids": "vocab:1", "test-weights": "last"}  # fmt: skip
+    whole = tr.torchrun(2, tmp_path / "a", out=out, steps=16, **flags)
+    assert whole.status == 0, whole.err[-3000:]
+    assert whole.err.count("preprocessing: write") == 1
+    assert whole.lines["auc"] > 0.5
+    first = tr.torchrun(2, tmp_path / "b", out=tmp_path / "half", steps=8, columns=out / "columns",
+                        **flags | {"checkpoint-dir": tmp_path / "others"})  # fmt: skip
+    assert first.status == 0, first.err[-3000:]
+    shutil.rmtree(tmp_path / "half" / "checkpoints")
+    rest = tr.torchrun(2, tmp_path / "c", out=tmp_path / "half", steps=16, columns=out / "columns", resume=True,
+                       **flags | {"checkpoint-dir": tmp_path / "others"})  # fmt: skip
+    assert rest.status == 0, rest.err[-3000:]
+    assert "resumed at step 8" in rest.err
+    assert rest.bits() == whole.bits()
 
 
 @pytest.mark.parametrize(
