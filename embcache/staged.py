@@ -102,6 +102,10 @@ class Part:
         place, since of ids that are not admitted yet another slot takes the update."""
         return self._front.slots(self.lease) if redirected is None else redirected
 
+    def chosen(self, by_id: Tensor) -> Tensor:
+        """Of numbers by staged id those that its slots are of."""
+        return by_id
+
     def relax(self) -> None:
         """Until the next ``slots`` the rows may leave."""
         self._front.relax(self.lease)
@@ -234,6 +238,9 @@ class UnpooledUpdate(Part):
 
     def slots(self, redirected: Tensor | None = None) -> Tensor:
         return super().slots(redirected)[self._chosen]
+
+    def chosen(self, by_id: Tensor) -> Tensor:
+        return by_id[self._chosen]
 
     def positions(self, table: int) -> Tensor:
         """Positions among the ids that were kept."""

@@ -132,6 +132,7 @@ class EmbeddingStore(StoreDisk):
         arenas = Arenas(self.kernels, self._described, self._slabs, self._written, self._slot_ids)
         self.row_parts = RowParts(self.tables, arenas)
         self._by_freq = any(t.scale_grad_by_freq for t in self.tables)
+        self._adjusting = self.tables  # with what part.adjusted is to see to
 
     def _gathering(self) -> None:
         """Gradients waiting for the step, and the markers through which torch's tools see them.
@@ -303,7 +304,7 @@ class EmbeddingStore(StoreDisk):
         part.hold()
         if not self._pending:
             self._marked[:] = 1.0
-        adjusted = part.adjusted(grad, self.tables) if self._by_freq or self._padded else (part, grad)
+        adjusted = part.adjusted(grad, self._adjusting) if self._by_freq or self._padded else (part, grad)
         self._pending.append(Gathered.of(*adjusted, part))
 
     def _nonfinite(self, part: Part, grad: Tensor) -> NonFiniteGradient | None:

@@ -377,6 +377,13 @@ class Front(FrontRows):
         the sink. None: all are as they were staged."""
         return self._lifetimes.admit(leases, frozen)
 
+    def occurred(self, lease: Any, positions: np.ndarray, counts: np.ndarray) -> None:
+        """Admission counts the ids at ``positions`` of a staged batch so often, in place of once each: they stand for
+        others that were brought together elsewhere. All positions of an id at once."""
+        rows = lease.positions[positions]
+        lease.counts[rows] = 0
+        np.add.at(lease.counts, rows, counts)
+
     def stepped(self, leases: Sequence[Any], frozen: Collection[int], steps: Sequence[int]) -> None:
         """After an update: the rows of these leases were written, but for frozen tables."""
         seen: set[int] = set()

@@ -25,6 +25,7 @@ from ..staged import Handle, Part
 from ..store import EmbeddingStore
 from ..tiers.base import Arena, DurableTier
 from .by_id import RemoteRows
+from .columns import Shortening, rows_received
 from .exchange import WireOrder, begins_of, moved_slots, pack_ids, route, starts_of, union, unpack_ids
 from .meeting import HEAD, meet
 from .moving import Mover
@@ -118,6 +119,7 @@ class RemoteFront(RemoteRows):
         self._keys = [local.tables[p].feature_names[rank] for rank in range(self.world) for p in self.wire.order]
         self._names = tuple(self._keys)
         self._split = len(pieces) > len(limits)
+        self._shorten = Shortening(pieces, local.tables)
         self._roads = [lanes.ids]  # that batches are staged on, and how many were
         self._numbers = [0]
         self._road = threading.local()
@@ -347,7 +349,10 @@ class RemoteFront(RemoteRows):
         buffers = [torch.empty(int(coming[:, c].sum()), dim) for dim, c in classes] if len(classes) > 1 else []
         signature = zlib.crc32(b"rows", lease.number)
         rows = self.mover.moved(self.lanes.rows, signature, error, rows, going, coming, classes, buffers)
-        return self._by_piece(buffers or [rows.view(-1, classes[0][0])], lease.begin)
+        slabs = self._by_piece(buffers or [rows.view(-1, classes[0][0])], lease.begin)
+        if self._shorten:
+            self._shorten(slabs, rows_received(self.wire.order, lease.rows))
+        return slabs
 
     def _classes(self, pooled: Sequence[Pooled]) -> list[tuple[int, slice]]:
         """Blocks of a message: rows of each dimension, then the sums of each pooled feature."""

@@ -205,6 +205,16 @@ class ShardingPlan:
             if placement.kind == "column_wise" and len(placement.ranks) > table.embedding_dim:
                 raise BadConfig(f"table {table.name!r}: {len(placement.ranks)} shards of {table.embedding_dim} columns")
 
+            if placement.kind == "row_wise" and table.admission is not None and not self._whole_filters():
+                raise BadConfig(
+                    f"table {table.name!r} counts ids before it admits them, {BUCKETS} hash buckets apart: of "
+                    f"{self.buckets} buckets those of one {BUCKETS}th must be with one rank"
+                )
+
+    def _whole_filters(self) -> bool:
+        rows = self.map.reshape(BUCKETS, -1)
+        return bool((rows == rows[:, :1]).all())
+
     def pieces(self, tables: Sequence[TableConfig]) -> list[Piece]:
         """Of all tables: first one of each, in order, then the further ones of those that are split by column."""
         found = [pieces_of(t, table, self.placement(table.name)) for t, table in enumerate(tables)]

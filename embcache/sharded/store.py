@@ -25,8 +25,10 @@ from ..optim import HYPER, LR, MULTIPLIER, C
 from ..options import Counts
 from ..staged import Gathered, Handle, Part, Update, join
 from ..store import EmbeddingStore
+from .columns import ColumnSums
 from .front import Joined, Remote, RemoteFront
 from .meeting import is_agreed, meet
+from .occurrences import Occurrences
 from .plan import Piece, ShardingPlan
 from .pooling import reduced
 
@@ -36,13 +38,11 @@ __all__ = ["ShardedStore", "local_table", "local_tables"]
 def local_table(table: TableConfig, piece: Piece, world: int) -> TableConfig:
     """A piece of a table as the local store has it: unpooled, a feature for each rank that asks."""
     return dataclasses.replace(
-        table,
-        name=piece.name,
-        embedding_dim=piece.dim,
+        table.part(*piece.columns, piece.name),
         features=[f"{piece.name}@{rank}" for rank in range(world)],
         pooling="none",
         out_of_range="raise",
-        scale_grad_by_freq=False,
+        scale_grad_by_freq=table.scale_grad_by_freq and piece.pooled,
     )
 
 
@@ -112,6 +112,10 @@ class ShardedStore(EmbeddingStore):
         self._pid = os.getpid()
         self._describe()
         self._normed = False  # owners renormalise what they return
+        self._by_freq = False  # how often ids occur on all ranks is known at the step
+        self._adjusting = [dataclasses.replace(table, scale_grad_by_freq=False) for table in self.tables]
+        self._occurrences = Occurrences(self.front.wire, local.tables, self.tables, lanes)
+        local.row_parts.exchange = ColumnSums(self.pieces, lanes)
         self._gathering()
         self.recovered_from, self._checkpoints = local.recovered_from, None
         self._flushed = self._saved = 0
@@ -305,14 +309,27 @@ class ShardedStore(EmbeddingStore):
         if ready is None:
             self.discard()
             return 0
+        if self._occurrences.scaled:
+            ready = _Ready(ready.joined, self._scaled(ready.joined))
         self.local.frozen = frozenset(p for p, piece in enumerate(self.pieces) if piece.table in self.frozen)
         for part, rows in self.front.send_gradients(ready.joined, self._summed(ready)):
             self.local._keep(part, rows)
+        if self._occurrences.counted:
+            self._occurrences.tell(self._pending, ready.joined, self.local.front)
         count = self.local.apply(hyper[[piece.table for piece in self.pieces]])
         self.version += 1
         self.rows_updated += count
         self.discard()
         return count
+
+    def _scaled(self, joined: Joined) -> Update:
+        """The update with gradients divided by how often their id occurs, of tables that ask for it."""
+        items = []
+        for item, weights in zip(self._pending, self._occurrences.weights(self._pending), strict=True):
+            part, own = item.part._clone(), item.part.float_weights()
+            part.weights = weights if own is None else own * weights
+            items.append(item._replace(part=part))
+        return self._joined_update(items, joined)
 
     def _summed(self, ready: _Ready) -> list[Tensor]:
         """By dimension: the sum of each id's gradients in (call, feature, position) order."""
