@@ -33,18 +33,6 @@ Exchange = Callable[[str, Mapping[int, Tensor]], Mapping[int, Tensor]]
 """Of each table by number fp32 [n, k], what its part of n rows adds; gives [parts, n, k], in the order of columns."""
 
 
-def phases(tables: Sequence[TableConfig], hyper: Tensor) -> tuple[str, ...]:
-    """What is asked in a step of these tables, those whose columns lie apart, with these numbers of their rules."""
-    ruled = [bool(table.optimizer.row_sums) for table in tables]
-    limits = hyper[:, MAX_NORM].tolist()
-    asked = {
-        NORMS: any(table.max_norm is not None for table in tables),
-        SUMS: any(ruled),
-        SQUARES: any(needs and limit > 0 for needs, limit in zip(ruled, limits, strict=True)),
-    }
-    return tuple(what for what in (NORMS, SUMS, SQUARES) if asked[what])
-
-
 class Arenas(NamedTuple):
     """Where a store's tables lie, and what its kernels are told of them."""
 

@@ -28,7 +28,7 @@ def lane_sum(x: Tensor) -> Tensor:
     dim = x.shape[1]
     if dim % 16:
         x = torch.nn.functional.pad(x, (0, 16 - dim % 16))
-    blocks = x.reshape(x.shape[0], -1, 16)
+    blocks = x.reshape(x.shape[0], x.shape[1] // 16, 16)
     lanes = blocks[:, 0]
     for b in range(1, blocks.shape[1]):
         lanes = lanes + blocks[:, b]

@@ -51,7 +51,7 @@ class ColumnSums:
         for blocks in coming:
             for p, rows in blocks:
                 size = rows * mine[p].shape[1]
-                parts[p] = answer[at : at + size].view(rows, -1)
+                parts[p] = answer[at : at + size].view(rows, mine[p].shape[1])
                 at += size
         return {p: self._stacked(p, mine, held, parts) for p in mine}
 

@@ -15,7 +15,6 @@ from torch import Tensor
 import embcache as ec
 from embcache import records, schema
 from embcache.config import Columns, TableConfig
-from embcache.rowparts import phases
 
 INITS = [
     ec.init.Constant(0.3), ec.init.Uniform(), ec.init.Uniform(0.2, 1.0), ec.init.Normal(0.5),
@@ -149,9 +148,6 @@ def test_parts_are_the_columns_of_the_whole(rule: ec.optim.Rule, tiers: Any) -> 
             assert torch.allclose(view(whole, rows), view(whole, wanted), rtol=2e-5, atol=2e-6)
         expected = ["sums", "squares"] if getattr(rule, "max_norm", 0) else ["sums"]
         assert meeting.asked == expected * 6
-        hyper = torch.zeros(1, 16, dtype=torch.float64)
-        hyper[0, 11] = getattr(rule, "max_norm", 0.0)
-        assert list(phases([whole], hyper)) == expected
 
 
 @pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[7]], ids=lambda rule: rule.name)

@@ -163,6 +163,8 @@ def test_sums_are_those_of_plain_torch(backend: ModuleType, name: str) -> None:
         assert bool((found[:, 0] > 0).all())
         assert bool((found[:, 1] > 0).all()) == (rule in (kp.LAMB, kp.LARS))
         assert bool((found[:, 2] > 0).all()) == ("max_norm" in changes)
+    nothing = backend.row_sums(tables.slabs[0], described, hyper, slots[:0], g[:0], given[:0])
+    assert nothing.shape == (0, 3)
 
 
 @pytest.mark.parametrize(("code", "p0", "p1"), [(0, 0.5, 0.0), (1, 0.1, 2.0), (2, 1.5, 0.25), (3, 1.0, 0.0)])

@@ -98,14 +98,9 @@ def test_max_norm_is_that_of_whole_rows(norm_type: float) -> None:
 
 
 def test_one_column_a_shard_and_one_shard() -> None:
-    check(
-        3,
-        [
-            Case(table("rowwise_adagrad", embedding_dim=3), columns(3)),
-            Case(table("lamb"), ec.Placement("column_wise", (2,))),
-        ],
-        5e-6,
-    )
+    narrow = Case(table("rowwise_adagrad", embedding_dim=3), columns(3))
+    check(3, [narrow, Case(table("lamb"), ec.Placement("column_wise", (2,)))], 5e-6)
+    check(1, [Case(table("lamb", max_norm=0.9), ec.Placement("column_wise", (0, 0)))], 5e-6)
 
 
 def test_more_shards_than_columns_are_refused() -> None:
