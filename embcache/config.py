@@ -227,6 +227,12 @@ class TableConfig:
         columns = Columns(self.first_column + first, self.whole_dim, self.random_name)
         return replace(self, name=name or self.name, embedding_dim=last - first, columns=columns)
 
+    def whole(self) -> TableConfig:
+        """The table that this one is columns of, under its name and with the options of this one."""
+        if self.columns is None:
+            return self
+        return replace(self, name=self.columns.table, embedding_dim=self.columns.of, columns=None)
+
     @property
     def random_name(self) -> str:
         """The name that, with ``seed``, decides its initial rows and its rounding."""

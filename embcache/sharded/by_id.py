@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import records
 from ..kernels.buckets import bucket_of
 from ..store import EmbeddingStore
 from .meeting import meet
@@ -20,7 +21,7 @@ ROWS_AT_ONCE = 65536
 
 
 class RemoteRows:
-    """What a remote front offers besides batches. Whole rows are uint8 [n, row_bytes] as their local table has them."""
+    """What a remote front offers besides batches. Whole rows are uint8 [n, row_bytes] as their table has them."""
 
     pieces: list[Piece]
     local: EmbeddingStore
@@ -35,11 +36,15 @@ class RemoteRows:
 
     def cut(self, p: int, rows: Tensor) -> Tensor:
         """Piece ``p``'s part of whole rows of its table."""
-        return rows
+        part = self.local.tables[p]
+        return rows if part.columns is None else records.cut(part.whole(), part, rows)
 
     def paste(self, t: int, parts: Sequence[Tensor]) -> Tensor:
         """Whole rows of a table from those of its pieces."""
-        return parts[0]
+        if len(parts) == 1:
+            return parts[0]
+        tables = [self.local.tables[p] for p in self.of_table(t)]
+        return records.glue(tables[0].whole(), list(zip(tables, parts, strict=True)))
 
     # exchanges ----------------------------------------------------------------------------------------------------
 

@@ -15,23 +15,24 @@ PLACEMENTS = {
     "b": ec.Placement("table_wise", (1,)),
     "c": ec.Placement("data_parallel"),
     "d": ec.Placement("row_wise"),
+    "e": ec.Placement("column_wise", (1, 0, 1)),
 }
 
 
 def build() -> ec.EmbeddingBagCollection:
     rule = ec.optim.Adagrad(lr=0.5)
-    tables = [ec.TableConfig(n, None if n == "d" else 300, 4, [n], "sum", rule, seed=k) for k, n in enumerate("abcd")]
+    tables = [ec.TableConfig(n, None if n == "d" else 300, 4, [n], "sum", rule, seed=k) for k, n in enumerate("abcde")]
     return ec.EmbeddingBagCollection(tables)
 
 
 def rows_case(rank: ranks.Rank) -> dict[str, Any]:
     lanes, out = rank.lanes(), {}
     model = build()
-    for name in "abcd":  # every rank has the same rows before: each takes over its own
+    for name in "abcde":  # every rank has the same rows before: each takes over its own
         model.store.load_rows(name, torch.arange(5), torch.full((5, 4), 2.0))
     ec.shard(model, ec.ShardingPlan(rank.world, PLACEMENTS), lanes=lanes)
     store = model.store
-    for name in "abcd":
+    for name in "abcde":
         mine = torch.arange(10 + 20 * rank.rank, 30 + 20 * rank.rank)
         weight = mine[:, None].to(torch.float32).expand(-1, 4)
         store.load_rows(name, mine, weight, torch.full((20, 4), float(rank.rank)))
@@ -44,7 +45,7 @@ def rows_case(rank: ranks.Rank) -> dict[str, Any]:
             "count": store.count_written(name),
             "walk": [(ids.clone(), w) for ids, w, _ in store.written_rows(name, 7)],
         }
-    out["local"] = {name: store.local.count_written(name) for name in "abcd"}
+    out["local"] = {name: store.local.count_written(name) for name in "abcde"}
     out["weight"] = store.whole_weight("a")[1][:50]
     state = store.state_dict()
     store.load_weight("a", torch.zeros(300, 4))
@@ -63,7 +64,7 @@ def rows_case(rank: ranks.Rank) -> dict[str, Any]:
 def test_rows_are_read_replaced_deleted_and_walked_wherever_they_live(world: int) -> None:
     results = ranks.run(world, rows_case)
     initial = build()
-    for name in "abcd":
+    for name in "abcde":
         gone = {*range(world), 12}
         there = [i for i in [*range(5), *range(10, 10 + 20 * world)] if i not in gone]
         far = [2**63 - 1, -(2**63)] if name == "d" else []
