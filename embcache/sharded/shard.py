@@ -18,8 +18,10 @@ from ..store import EmbeddingStore
 from ..store_rows import BLOCK
 from ..tiers import Lmdb, Ram, Unplaced
 from .lanes import Lanes
+from .peers import Peers
 from .plan import ALL, HASH, ShardingPlan
 from .store import ShardedStore, local_tables
+from .warm import warm
 
 __all__ = ["RANK_FOLDER", "rank_folder", "shard"]
 
@@ -66,6 +68,8 @@ def shard(
     if len({table.name for table in every}) < len(every):
         raise BadConfig(f"tables of several stores have the same name: {sorted(table.name for table in every)}")
     plan.check(every)
+    if lanes.world > 1:
+        Peers(lanes).patiently(lambda: warm(_chain(stores[0], tiers), stores[0].backend))
     for k, store in enumerate(stores):
         _replace(model, store, _sharded(store, plan, lanes, tiers, k if len(stores) > 1 else None))
     return model
@@ -103,10 +107,7 @@ def _sharded(
     mine = ShardingPlan(
         plan.world, {name: plan.placement(name) for name in store.names}, plan.wire, plan.buckets, plan.ranks
     )
-    given = store.tiers if tiers is None else tiers
-    unplaced = any(isinstance(tier, Unplaced) for tier in store.tiers)
-    if tiers is None and unplaced:
-        given = [Ram()]
+    given, unplaced = _chain(store, tiers), any(isinstance(tier, Unplaced) for tier in store.tiers)
     tables, pieces = local_tables(store.tables, mine), mine.pieces(store.tables)
     chain = [_own_tier(tier, lanes.rank, number) for tier in given]
     if len(chain) == 1 and isinstance(chain[0], Ram):
@@ -122,6 +123,11 @@ def _sharded(
         local.close()
         raise
     return sharded
+
+
+def _chain(store: EmbeddingStore, tiers: Sequence[Any] | None) -> Sequence[Any]:
+    given = store.tiers if tiers is None else tiers
+    return [Ram()] if any(isinstance(tier, Unplaced) for tier in given) else given
 
 
 def _own_tier(tier: Any, rank: int, number: int | None) -> Any:

@@ -118,7 +118,7 @@ def loss_of(outputs: list[Tensor], integers: bool, count: int) -> Tensor:
 
 
 def train(
-    model: Model, data: Data, rank: int, world: int, first: int, last: int, micro: int = 1, depth: int = 0
+    model: Model, data: Data, rank: int, world: int, first: int, last: int, micro: int = 1, depth: Any = 0
 ) -> list[float]:
     """Steps of the data; losses. ``depth``: batches of the pooled tables are staged ahead, one more than is used."""
     optimizer = ec.optim.SparseOptimizer(model)
