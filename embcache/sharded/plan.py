@@ -200,8 +200,6 @@ class ShardingPlan:
             placement = self.placement(table.name)
             if placement.traffic == "pooled" and table.pooling == "none":
                 raise BadConfig(f"table {table.name!r} is not pooled: traffic must be 'rows'")
-            if placement.traffic == "pooled" and table.scale_grad_by_freq:
-                raise BadConfig(f"table {table.name!r}: scale_grad_by_freq needs the rows' gradients, traffic 'rows'")
             if placement.kind == "column_wise" and len(placement.ranks) > table.embedding_dim:
                 raise BadConfig(f"table {table.name!r}: {len(placement.ranks)} shards of {table.embedding_dim} columns")
 

@@ -20,17 +20,20 @@ def table(**changes: Any) -> ec.TableConfig:
     return ec.TableConfig("t", **{"optimizer": ec.optim.RowWiseAdam(lr=0.1), **FIXED, **changes})
 
 
-def placements(world: int) -> list[ec.Placement]:
-    return [
+def placements(world: int, pooled: bool) -> list[ec.Placement]:
+    found = [
         ec.Placement("row_wise"),
         ec.Placement("table_wise", (world - 1,)),
         ec.Placement("column_wise", tuple(reversed(range(world)))),
         ec.Placement("data_parallel"),
     ]
+    return [*found, ec.Placement("row_wise", traffic="pooled"), ec.Placement("table_wise", (0,), "pooled")][
+        : 6 if pooled else 4
+    ]
 
 
 def cases(world: int, given: ec.TableConfig, **more: Any) -> list[Case]:
-    return [Case(given, placement, **{"pool": EDGES, **more}) for placement in placements(world)]
+    return [Case(given, p, **{"pool": EDGES, **more}) for p in placements(world, given.pooling != "none")]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -160,7 +163,7 @@ def test_an_id_out_of_range_is_everybodys_error() -> None:
     own = "table 't', feature 'g': values[1] = 8, valid range [0, 8)"
     for rank, found in enumerate(ranks.run(3, bad_id, cases=cases(3, given, pool=tuple(range(8)), steps=1))):
         told = ("IdOutOfRange", own, True) if rank == 1 else ("RemoteFault", f"rank 1: IdOutOfRange: {own}", True)
-        assert found == [told] * 4
+        assert found == [told] * 6
 
 
 def test_filters_that_would_be_shared_by_ranks_are_refused() -> None:
