@@ -202,6 +202,12 @@ class ShardedStore(EmbeddingStore):
         )
         return flat.resize_(part.shape)
 
+    def fetch(self, handle: Handle) -> None:
+        """Collective: bring the rows of a staged batch here; lookups until the next step find them."""
+        self.require_usable()
+        for part in handle.parts:
+            self.front.read(part.lease)
+
     def weight_gradient(self, part: Part, grad: Tensor) -> Tensor:
         if part.version != self.version:
             raise StaleLookup(

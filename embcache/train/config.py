@@ -26,6 +26,7 @@ class TrainConfig:
     steps: int | None = flag(None, "stop after this many steps")
     global_batch_size: int = flag(2048, "samples in a step")
     micro_batches: int = flag(1, "parts of a batch whose gradients are added before the step")
+    schedule: Literal["sync"] = flag("sync", "order in which exchange and compute of a step run")
     on_nonfinite: Literal["raise", "skip", "allow"] = flag("raise", "a NaN or infinity in the loss or a gradient")
     eval_every: int | None = flag(None, "steps between evaluations (none: at the end of each epoch)")
     checkpoint_every: int | None = flag(None, "steps between checkpoints (none: at each evaluation)")

@@ -1,8 +1,9 @@
 """The training loop: both model families use it, and it knows neither.
 
 A step is a batch, cut into micro-batches: each adds the gradient of its loss sum over the *whole* batch's number of
-loss terms, then every optimizer steps once. After the step the position moves on; checkpoints hold the position of the
-last stepped batch, so a run that was killed anywhere and resumed ends in the bits of one that never stopped.
+loss terms, then every optimizer steps once; a schedule runs the stages of that (``step.py``). After the step the
+position moves on; checkpoints hold the position of the last stepped batch, so a run that was killed anywhere and
+resumed ends in the bits of one that never stopped.
 
 On many ranks each trains on its share of the batch, and every number that decides anything is that of the whole batch:
 the session asks the others.
@@ -21,12 +22,13 @@ import torch
 
 from embcache.checkpoint import Checkpoints
 from embcache.errors import BadConfig, NonFiniteLoss
-from embcache.optim import SparseOptimizer
+from embcache.schedule.base import Step, Timeline, schedule_named
 from embcache.train import state
 from embcache.train.config import TrainConfig
 from embcache.train.distributed import Session
 from embcache.train.observe import Observer, Stopwatch
 from embcache.train.optimizers import OptimizerConfig, schedulers
+from embcache.train.step import Work, Workshop
 from embcache.train.storage import Traffic
 from embcache.train.task import BatchSource, Evaluation, Progress, Task, Window
 
@@ -61,20 +63,20 @@ class Trainer:
         if valid is None and (config.patience is not None or config.eval_every is not None):
             raise BadConfig("--patience and --eval-every need validation data: give a split that has some")
         self.task, self.optimizers, self.batches, self.valid = task, list(optimizers), batches, valid
-        self.config, self.clip_norm = config, optimizer_config.clip_norm
+        self.config = config
         self.checkpoints, self.observers = checkpoints, list(observers)
         self.session = session or Session()
-        self._loss = self.session.losses(task)
+        self.stores = state.stores_of(self.optimizers)
+        self._shop = Workshop(task, self.optimizers, self.stores, self.session, config, optimizer_config.clip_norm)
+        self.schedule, self.timeline = schedule_named(config.schedule), Timeline()
         self.session.check_equal(task.model)
         self.total_steps = config.epochs * len(batches)
         if config.steps is not None:
             self.total_steps = min(config.steps, self.total_steps)
         self.schedulers = schedulers(self.optimizers, optimizer_config, self.total_steps)
-        self.stores = state.stores_of(self.optimizers)
         self.progress = Progress()
         self.last_evaluation: Evaluation | None = None
         self._traffic = Traffic(self.stores, self.session)
-        self._dense = [p for p in task.model.parameters() if p.requires_grad]
         self._evaluated_at = -1
         self._saved_at = -1
 
@@ -96,6 +98,7 @@ class Trainer:
                     self._after_step()
                     if self.progress.stopped:
                         break
+            self.schedule.drain()
             if self.progress.step != self._saved_at:
                 self.save()
             self._finish_saving()
@@ -109,19 +112,20 @@ class Trainer:
         begun = time.perf_counter()
         self.task.model.train()
         self.session.begin_step(self.config.seed, self.progress.step)
-        count, samples = self.session.total(self.task.count(batch), self.task.samples(batch))
+        work = Work(self._shop, batch, self._where)
+        self.timeline.seconds = self.progress.stages
         try:
-            total, allowed = self._may_step(self._gradients(batch, count))
-            if allowed:
-                self._update()
+            self.schedule.run(Step(self.progress.step, work.stages()), self.timeline)
         finally:
+            work.release()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         for scheduler in self.schedulers:
             scheduler.step()
+        allowed, count = work.allowed, work.count
         self.progress.skipped += not allowed
-        self._count(total if allowed else 0.0, count if allowed else 0, samples, begun)
-        return total / count if count else math.nan
+        self._count(work.total if allowed else 0.0, count if allowed else 0, work.samples, begun)
+        return work.total / count if count else math.nan
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate on the validation data, note the result, and judge it for early stopping."""
@@ -137,6 +141,7 @@ class Trainer:
 
     def test(self, batches: BatchSource) -> Evaluation:
         """Metrics over all batches of a source, from its beginning."""
+        self.schedule.drain()
         batches.set_position(0, 0)
         self.task.model.eval()
         with torch.inference_mode():
@@ -148,6 +153,7 @@ class Trainer:
         """Commit a checkpoint of the state after the last step."""
         if self.checkpoints is None:
             return
+        self.schedule.drain()
         with self._watch("checkpoint"):
             is_best = self.progress.best_step == self.progress.step
             notes = {"step": self.progress.step, "best_value": self.progress.best_value}
@@ -229,64 +235,10 @@ class Trainer:
                     f"the data source gave no batch {p.batch} of epoch {p.epoch}, though it has a length"
                 )
 
-    def _gradients(self, batch: Any, count: int) -> float:
-        """Backward through every micro-batch; returns the loss sum of this rank's part of the batch."""
-        parts = [batch] if self.config.micro_batches == 1 else self.task.split(batch, self.config.micro_batches)
-        parts = [part for part in parts if self.session.takes(self.task.count(part))]
-        total = 0.0
-        for i, part in enumerate(parts, 1):
-            with self._watch("forward"):
-                loss = self._loss(part, i == len(parts))
-                total += float(loss.detach())
-            with self._watch("backward"):
-                (loss / max(count, 1)).backward()
-        return total
-
-    def _update(self) -> None:
-        for optimizer in self.optimizers:
-            with self._watch("embedding update" if isinstance(optimizer, SparseOptimizer) else "dense optimizer"):
-                optimizer.step()
-
-    def _may_step(self, total: float) -> tuple[float, bool]:
-        """Clip, and decide what the policy says of numbers that are not finite; with the loss sum of all ranks."""
-        policy = self.config.on_nonfinite
-        problem, total = self.session.agree(None if policy == "allow" else self._loss_problem(total), total)
-        problem = problem or self._clip(policy != "allow")
-        if problem is not None and policy == "raise":
-            raise problem
-        return total, problem is None
-
-    def _loss_problem(self, total: float) -> Exception | None:
-        """What this rank alone may have seen."""
-        if not math.isfinite(total):
-            return NonFiniteLoss(
-                f"{self._where}: the loss is {total}; no weight has changed (--on-nonfinite skip goes on)"
-            )
-        return next((store.problem for store in self.stores if store.problem is not None), None)
-
-    def _clip(self, check: bool) -> Exception | None:
-        """Clip the dense gradient, which is that of all ranks; give what is wrong with it instead."""
-        grads = [q.grad for q in self._dense if q.grad is not None]
-        if not grads or not (check or self.clip_norm is not None):
-            return None
-        norm = torch.nn.utils.get_total_norm(grads)
-        if check and not torch.isfinite(norm):
-            name = self._nonfinite_parameter()
-            return NonFiniteLoss(f"{self._where}: the gradient of {name} is not finite; no weight has changed")
-        if self.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._dense, self.clip_norm, norm)
-        return None
-
     @property
     def _where(self) -> str:
         p = self.progress
         return f"step {p.step + 1} (epoch {p.epoch}, batch {p.batch})"
-
-    def _nonfinite_parameter(self) -> str:
-        for name, p in self.task.model.named_parameters():
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
-                return name
-        return "all dense parameters together (their norm overflows)"
 
     def _count(self, total: float, count: int, samples: int, begun: float) -> None:
         p, w, seconds = self.progress, self.progress.window, time.perf_counter() - begun

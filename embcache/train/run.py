@@ -31,7 +31,18 @@ __all__ = ["Result", "finish", "observers", "open_run"]
 # What a resumed run may change: none of it takes part in what the next steps compute.
 FREE = {"out", "resume", "steps", "epochs", "eval_every", "checkpoint_every", "keep", "patience", "min_delta"}
 FREE |= {"test_weights", "log_every", "tensorboard", "threads", "eval_batch_size", "workers"}
-FREE |= {"tiers", "store", "cache_rows", "cache_bytes", "policy", "depth", "window", "plan", "checkpoint_dir"}
+FREE |= {
+    "tiers",
+    "store",
+    "cache_rows",
+    "cache_bytes",
+    "policy",
+    "depth",
+    "window",
+    "plan",
+    "checkpoint_dir",
+    "schedule",
+}
 NEW = {"wire": None}  # what runs had that were begun before there was such a setting
 
 

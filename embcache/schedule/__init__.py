@@ -1,0 +1,1 @@
+"""The order in which staging, exchange and compute of training steps run."""
