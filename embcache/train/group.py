@@ -39,7 +39,8 @@ from embcache.train.task import Task
 __all__ = ["GroupSession", "open_group"]
 
 POLL = 0.05
-PATIENCE = 180.0  # seconds with other ranks until the first step is done: they may be compiling kernels
+PATIENCE = 180.0  # seconds with other ranks during the first steps: they may be compiling kernels
+FIRST_STEPS = 20
 OPENED = "embcache opened"
 T = TypeVar("T")
 M = TypeVar("M", bound=Meter)
@@ -120,7 +121,7 @@ class GroupSession(Session):
     def begin_step(self, seed: int, step: int) -> None:
         state.seed_step(seed, step, self.rank)
         self._steps += 1
-        if self._steps == 2:
+        if self._steps == FIRST_STEPS + 1:
             self.lanes.set_timeout(timedelta(seconds=launch.limit()))
 
     def total(self, *numbers: float) -> list[Any]:

@@ -20,6 +20,14 @@ pytestmark = pytest.mark.slow
 DISK = {"tiers": "ram,lmdb", "cache-rows": 60}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    """One rank compiles what many would compile at the same time."""
+    place = tmp_path_factory.mktemp("compiled")
+    ended = tr.torchrun(1, place / "w", out=place / "run", steps=3, limit=1200, **DISK)
+    assert ended.status == 0, ended.err[-3000:]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """``runs(name, world, **settings)``: a run that ended well, made once; its folder is ``run`` in its own."""
@@ -155,7 +163,7 @@ def test_what_is_wrong_on_one_rank_ends_all_with_its_name(tmp_path, what, words)
 
 
 def test_a_rank_that_hangs_is_noticed(tmp_path):
-    process = tr.start(2, tmp_path / "w", out=tmp_path / "run", harm="0 1 17 0 stop")
+    process = tr.start(2, tmp_path / "w", out=tmp_path / "run", harm="0 1 27 0 stop")
     try:
         for line in process.stderr:
             if line.startswith("error: rank 1 died or hangs"):

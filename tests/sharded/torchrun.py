@@ -94,7 +94,7 @@ def start(world, folder, *, script="train_synthetic", restarts=0, harm=None, del
                             env=environment, start_new_session=True)  # fmt: skip
 
 
-def torchrun(world, folder, *, limit=240, **options):
+def torchrun(world, folder, *, limit=600, **options):
     """What ``start`` starts, until it ends."""
     begun = time.monotonic()
     process = start(world, folder, **options)
