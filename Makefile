@@ -5,11 +5,12 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test crash lint bench clean
+.PHONY: help demo test soak crash lint bench clean
 
 help:
 	@echo "make demo   train a DLRM on a generated click log, from nothing, and write a report"
 	@echo "make test   linters, types, import contracts and every test"
+	@echo "make soak   the tests that take minutes each: ranks killed, moved and resumed in every combination"
 	@echo "make crash  kill trainings at 200 random instants and compare what is found with what was committed, bit for bit"
 	@echo "make bench  benchmarks beside the peers (PEER_PYTHON=... names an interpreter that has them)"
 
@@ -32,7 +33,10 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports
 
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
+
+soak: $(READY)
+	$(PY) -m pytest -m soak
 
 crash: $(READY)
 	$(PY) tests/crash/crash_harness.py --trials 200

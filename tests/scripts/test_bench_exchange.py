@@ -28,7 +28,7 @@ def work() -> ModuleType:
 
 
 def test_our_bytes_by_hand(work: ModuleType) -> None:
-    """Two tables, three bags of two ids; even ids are rank 0's. Rank 0 asks for 1, 3 of the first and 5 of the second."""
+    """Two tables, three bags of two ids; even ids are rank 0's, which asks for 1, 3 of one and 5 of the other."""
     ids = np.array([[1, 1, 2, 3, 4, 6], [5, 2, 5, 5, 4, 4]])
     sizes = {"rows": 1000, "dim": 8, "bag": 2}
 

@@ -71,7 +71,14 @@ def least(old, new, declared, written):
 CHAIN = [(1, "rrr"), (2, "rrr"), (4, "rrr"), (3, "rrr"), (3, "rcd"), (4, "ctr"), (3, "ddt"), (2, "crc"), (1, "ttt")]
 
 
-@pytest.mark.parametrize(("tier", "admission"), [("ram", False), ("cache", True), ("hashed", True)])
+@pytest.mark.parametrize(
+    ("tier", "admission"),
+    [
+        ("cache", True),
+        pytest.param("ram", False, marks=pytest.mark.soak),
+        pytest.param("hashed", True, marks=pytest.mark.soak),
+    ],
+)
 def test_any_ranks_and_plans_go_on_with_the_same_rows(tmp_path, tier, admission):
     step, last = 0, None
     for world, kinds in CHAIN:

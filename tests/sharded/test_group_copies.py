@@ -79,6 +79,7 @@ def fetch(rank, at, kinds, tier, chain):
     return found
 
 
+@pytest.mark.soak
 def test_chains_of_deltas_go_on_across_moves(tmp_path):
     """Two ranks, then three, then another plan; imported by one store, and by groups of other sizes and plans."""
     out = tmp_path / "out"
@@ -103,7 +104,7 @@ def test_chains_of_deltas_go_on_across_moves(tmp_path):
         assert set(got[0][2]) == {12}
 
 
-@pytest.mark.parametrize("tier", ["cache", "ram"])
+@pytest.mark.parametrize("tier", ["cache", pytest.param("ram", marks=pytest.mark.soak)])
 def test_the_loss_of_folders_loses_nothing_that_was_copied(tmp_path, tier):
     at, copies = tmp_path / "run", tmp_path / "copies"
     arguments = {"at": at, "copies": copies, "tier": tier, "kinds": "rrd"}
@@ -219,7 +220,9 @@ def full(rank, at, tier, where):
     return said, state, found, store.plan
 
 
-@pytest.mark.parametrize(("tier", "where"), [("cache", "state"), ("ram", "manifest")])
+@pytest.mark.parametrize(
+    ("tier", "where"), [("cache", "state"), pytest.param("ram", "manifest", marks=pytest.mark.soak)]
+)
 def test_a_full_disk_of_one_rank_is_raised_by_all_and_the_same_call_works_again(tmp_path, tier, where):
     got = ranks.run(2, full, at=tmp_path / "run", tier=tier, where=where)
     failing, other = (1, 0) if where == "state" else (0, 1)
@@ -246,6 +249,7 @@ def best(rank, at, tier):
     return state, found, store.plan
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("tier", ["cache", "ram"])
 def test_the_best_generation_is_kept_across_moves(tmp_path, tier):
     common = {"at": tmp_path, "tier": tier, "kinds": "rrd", "admission": False}

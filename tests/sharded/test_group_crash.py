@@ -126,7 +126,7 @@ def killed(world, victims, **arguments):
             assert outcome.error[0] == "RankFailed"
 
 
-@pytest.mark.parametrize("tier", ["cache", "ram"])
+@pytest.mark.parametrize("tier", ["cache", pytest.param("ram", marks=pytest.mark.soak)])
 def test_a_commit_is_on_all_ranks_or_on_none(tmp_path, tier):
     """One folder lives through a kill at every point, of every rank in turn; what the manifest says is there."""
     step = 0
@@ -140,7 +140,7 @@ def test_a_commit_is_on_all_ranks_or_on_none(tmp_path, tier):
         step += 2
 
 
-@pytest.mark.parametrize("tier", ["cache", "ram"])
+@pytest.mark.parametrize("tier", ["cache", pytest.param("ram", marks=pytest.mark.soak)])
 def test_a_move_is_whole_or_has_not_been(tmp_path, tier):
     """From two ranks to three and another plan, killed at every point and tried again by three, two or four."""
     ranks.run(2, run, at=tmp_path, tier=tier, kinds="rrd")

@@ -1,4 +1,4 @@
-"""A step's exchange as stages of its own: the bits of lookups that exchange themselves, and a timeline that shows it."""
+"""A step's exchange as stages of its own: the bits of lookups that exchange themselves, and a timeline of it."""
 
 from __future__ import annotations
 

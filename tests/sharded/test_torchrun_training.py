@@ -55,7 +55,7 @@ def check_exactly_once(ended, steps=30, size=100):
     return history
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.soak) for w in (3, 4))])
 def test_ranks_learn_what_one_process_learns(runs, world):
     alone, group = runs("alone", 0), runs(f"of {world}", world)
     assert check_exactly_once(alone) == check_exactly_once(group)
@@ -122,6 +122,7 @@ def test_a_rank_that_is_killed_costs_nothing(runs, kill, tmp_path):
     assert kept[0] == kept[1]
 
 
+@pytest.mark.soak
 def test_a_log_with_a_plan_and_a_wire_whose_disk_is_lost(tmp_path):
     """Rank 0 reads the log; each kind of placement; then everything but the copies is gone."""
     log, plan, out = tmp_path / "log.tsv", tmp_path / "plan.yaml", tmp_path / "run"
