@@ -46,6 +46,7 @@ bench: $(READY)
 	$(PY) scripts/bench_pooling.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) --json runs/bench_pooling.json
 	$(PY) scripts/bench_train.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) --json runs/bench_train.json
 	$(PY) scripts/bench_cache.py --json runs/bench_cache.json
+	$(PY) scripts/bench_exchange.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) --json runs/bench_exchange.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info embcache/*.so .pytest_cache .mypy_cache .ruff_cache demo
