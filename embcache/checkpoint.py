@@ -177,23 +177,30 @@ class Checkpoints:
         folder.mkdir()
         wait = wait or not stores or any(store.durable is None for store in stores)
         begun: list[Saving] = []
+        work: list[Callable[[], object]] = []  # for the thread: what is in here will be done, whatever happens now
+        go = threading.Lock()
+        go.acquire()
         try:
             finish = self._prepare(folder, state, stores)
+            if not wait:  # first: whether an interrupted start has started anything nobody knows
+                aside = threading.Thread(target=self._aside, args=(go, work), name="embcache-commit")
+                aside.start()
             begun += [store.begin_save(number, wait) for store in stores if store.durable is not None]
             if not wait:
-                aside = threading.Thread(
-                    target=self._finish_aside, args=(generation, begun, finish, stores), name="embcache-commit"
-                )
                 self._saving = aside
-                aside.start()
+                for saving in begun:
+                    saving.promised = True
+                work.append(lambda: self._finish(generation, begun, finish, stores))
                 return generation
         except BaseException:
-            if self._saving is not None and not self._saving.is_alive():
-                self._saving = None  # it never began
-            for saving in begun:
-                saving.abort()
-            shutil.rmtree(folder, ignore_errors=True)
+            if not work:
+                self._saving = None
+                for saving in begun:
+                    saving.abort()
+                shutil.rmtree(folder, ignore_errors=True)
             raise
+        finally:
+            go.release()
         return self._finish(generation, begun, finish, stores)
 
     def wait(self) -> None:
@@ -219,11 +226,11 @@ class Checkpoints:
         if sum(store.durable is not None for store in stores) > 1:
             raise BadConfig("at most one store on disk can be saved together: put all tables into one store")
 
-    def _finish_aside(
-        self, generation: Generation, begun: Sequence[Saving], write: Callable[[], int], stores: Sequence[Savable]
-    ) -> None:
+    def _aside(self, go: threading.Lock, work: Sequence[Callable[[], object]]) -> None:
         try:
-            self._finish(generation, begun, write, stores)
+            with go:
+                for call in work:
+                    call()
         except BaseException as error:  # raised again by the caller's next call
             self._failure = error
 
@@ -238,6 +245,8 @@ class Checkpoints:
                     store.durable.sync()
             generation = dataclasses.replace(generation, check=write())
         except BaseException:
+            for saving in begun:
+                saving.abort()  # where it was not even asked to land
             shutil.rmtree(self.folder / generation.name, ignore_errors=True)
             raise
         with self._writing:

@@ -221,17 +221,17 @@ class FrontRows:
             if wait or not saving.copy():
                 self.flush()
             saving.freeze()  # what left since the copies were made is in the generation too: nothing has changed since
+            self._saving = saving
         except BaseException:
             saving.abort()
             raise
-        self._saving = saving
         return saving
 
     def settle(self) -> None:
         """Until what a commit has copied is below, or, if that failed, dirty again. Not under the stage lock."""
         saving = self._saving
         if saving is not None:
-            saving.done.wait()
+            saving.settle()
             self._saving = None
 
     def forget(self) -> None:

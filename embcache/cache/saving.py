@@ -57,6 +57,16 @@ class Saving:
         self._ending = threading.Lock()  # taken for good by who lands the copies, or gives up
         self.done = threading.Event()
         """The copies are below, or their rows are dirty again."""
+        self.promised = False
+        """Some thread will ``land`` or ``abort``, whatever happens to the one that copied."""
+
+    def settle(self) -> None:
+        """Until it is ``done``. Who copied was interrupted before anybody could land the copies: they are given up."""
+        if self.promised:
+            self.done.wait()
+        if self._parts or not self.done.is_set():  # or giving them up was interrupted too
+            self._ending.acquire(blocking=False)
+            self._undo()
 
     def copy(self) -> bool:
         """Copy every dirty row; False, and they are dirty still, where that takes more than half of the free memory."""

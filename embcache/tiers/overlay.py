@@ -151,8 +151,11 @@ class Overlay:
             yield runs
         except BaseException:
             for segment in self.segments[before:]:
-                segment.path.unlink(missing_ok=True)
-            del self.segments[before:]
+                if not segment.records:  # else it was interrupted when the index may have known them already
+                    segment.path.unlink(missing_ok=True)
+                    self.segments.remove(segment)
+            with self.reading:  # numbering anew may have made one with those that are gone
+                self.view = self._make_view()
             if runs and runs[0][0] in self.segments:
                 runs[0][0].cut()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -407,6 +408,64 @@ def test_a_commit_that_cannot_begin_changes_nothing(tmp_path: Path, monkeypatch:
     assert store.commit(wait=False) == 1
     store.close()
     store = on_disk(tmp_path, 100)
+    same_rows(store, plain)
+    store.close()
+
+
+def interrupt(store: ec.EmbeddingStore, at: int, wait: bool) -> bool:
+    """A commit that Ctrl-C meets at its ``at``-th point; whether there was one. Python looks for it where a function
+    begins and where one in C has ended."""
+    left = [at]
+    files = ("checkpoint.py", "saving.py", "by_id.py", "store_disk.py", "lmdb.py", "overlay.py")
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(files):
+            left[0] -= 1
+            if left[0] < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        store.commit(wait=wait)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize(("middle", "wait", "stride"), [(0, False, 1), (30, False, 5), (0, True, 5)])
+def test_a_commit_can_be_interrupted_anywhere(tmp_path: Path, middle: int, wait: bool, stride: int) -> None:
+    """Nobody waits for copies that no thread will land, and the next commit has all rows."""
+    plain, store = in_memory(), on_disk(tmp_path, 20, middle)
+    for at in range(0, 10_000, stride):
+        batches = list(stream("zipf", 1, seed=at))
+        for s in (plain, store):
+            train(s, batches, first=2 * at)
+        met = interrupt(store, at, wait)
+        if at % 3 == 0:
+            for s in (plain, store):
+                train(s, batches, first=2 * at + 1)
+        if at % 3 == 1:
+            store.front.settle()
+            assert saving_slots(store) == 0
+        if at % 7 == 0 or not met:
+            store.checkpoints.wait()
+            number = store.commit({"at": at}, wait=False)
+            store.checkpoints.wait()
+            assert store.generation == number
+            assert saving_slots(store) == 0
+            same_rows(store, plain)
+            store.restore()
+            same_rows(store, plain)
+        if not met:
+            break
+    assert at > 50
+    assert not [thread for thread in threading.enumerate() if thread.name == "embcache-commit"]
+    store.close()
+    store = on_disk(tmp_path, 20, middle)
+    assert store.restore() == {"at": at}
     same_rows(store, plain)
     store.close()
 
