@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+collect_ignore = ["sharded/entry.py", "sharded/launch_run.py"]  # scripts that tests start
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ placement is a strategy object that says how ids reach the pieces of a table; ev
 
 >>> plan = ShardingPlan(2, {"user": Placement("row_wise"), "item": Placement("table_wise", ranks=(1,))})
 >>> plan.owner("user", np.array([0, 1, 2, 3])).tolist(), plan.owner("item", np.array([0, 1])).tolist()
-([1, 1, 0, 0], [1, 1])
+([1, 1, 1, 0], [1, 1])
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ def test_a_resumed_run_finds_its_store_where_it_was_moved(script, criteo_log, tm
         ("train_criteo", "--data x --workers 0", "--workers must be at least 1, got 0"),
         ("train_synthetic", "--eval-batch-size 0", "--eval-batch-size must be at least 1, got 0"),
         ("train_criteo", "--data x --max-bad-rows -1", "--max-bad-rows must not be negative, got -1"),
-        ("train_criteo", "--data x --schedule sync", "unrecognized arguments: --schedule sync"),
+        ("train_criteo", "--data x --balance lpt", "unrecognized arguments: --balance lpt"),
         ("train_criteo", "--data x --tiers lmdb", "--tiers lmdb: rows train in memory, so a cache stands over lmdb"),
         ("train_avazu", "--data x --tiers ram,lmdb", "--tiers ram,lmdb needs --cache-rows or --cache-bytes"),
         ("train_table", "--data x", "the following arguments are required: --schema"),
@@ -377,5 +377,5 @@ def test_help_explains_and_promises_nothing_that_is_not_there(name, capsys):
     text = capsys.readouterr().out
     assert "--out" in text
     assert "--seed" in text
-    for later in ("--schedule", "--plan", "--wire", "--balance"):
+    for later in ("--balance", "--dense-wire"):
         assert later not in text

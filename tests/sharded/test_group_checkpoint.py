@@ -14,6 +14,8 @@ from embcache.sharded.layout import layout_of, narrowed, payload_bytes
 from embcache.sharded.transfer import export_group
 from embcache.transfer import export_store
 
+pytestmark = pytest.mark.soak  # minutes each
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm(tmp_path_factory):

@@ -17,6 +17,8 @@ from embcache.sharded.manifest import GroupManifest
 from embcache.sharded.transfer import export_group, import_group
 from embcache.transfer import import_exports
 
+pytestmark = pytest.mark.soak  # minutes each
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm(tmp_path_factory):

@@ -15,6 +15,8 @@ from embcache.sharded.checkpoint import GroupCheckpoints
 from embcache.sharded.manifest import GroupManifest
 from embcache.store import EmbeddingStore
 
+pytestmark = pytest.mark.soak  # minutes each
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm(tmp_path_factory):

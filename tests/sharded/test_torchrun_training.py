@@ -100,13 +100,14 @@ def test_a_resumed_run_ends_in_the_same_bits(runs, tmp_path):
     assert second.bits() == runs("of 2", 2).bits()
 
 
+@pytest.mark.soak
 def test_cache_disk_and_look_ahead_change_no_bit(runs):
     disk = runs("disk", 2, **DISK)
     assert disk.bits() == runs("of 2", 2).bits()
     assert "rows touched" in disk.out
 
 
-@pytest.mark.parametrize("kill", range(3))
+@pytest.mark.parametrize("kill", [0, *(pytest.param(k, marks=pytest.mark.soak) for k in (1, 2))])
 def test_a_rank_that_is_killed_costs_nothing(runs, kill, tmp_path):
     """Any rank, at any instant of any step, with rows in memory or on disk."""
     rng = random.Random(kill)
@@ -163,6 +164,7 @@ def test_what_is_wrong_on_one_rank_ends_all_with_its_name(tmp_path, what, words)
     assert max(step for _, step in ended.audit()) == 6
 
 
+@pytest.mark.soak
 def test_a_rank_that_hangs_is_noticed(tmp_path):
     process = tr.start(2, tmp_path / "w", out=tmp_path / "run", harm="0 1 27 0 stop")
     try:
