@@ -12,6 +12,8 @@ from table_twins import Case, check, train
 
 import embcache as ec
 
+pytestmark = pytest.mark.soak  # minutes together
+
 EDGES = (-(2**63), 2**63 - 1, -1, 0, 5, *range(100, 130))
 FIXED = {"num_embeddings": None, "embedding_dim": 6, "features": ["f", "g"], "init": ec.init.Normal(0.5), "seed": 3}
 

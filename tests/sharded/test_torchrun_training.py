@@ -16,7 +16,7 @@ import yaml
 from dlrm.data import SyntheticConfig, SyntheticLog
 from embcache.sharded.plan import Placement, ShardingPlan
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 DISK = {"tiers": "ram,lmdb", "cache-rows": 60}
 
 
